@@ -1,0 +1,77 @@
+"""Temporary directories: removed by the last to let go, swept when all of them were killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from lmcache_mp.kv.tempdir import Hold, sweep
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+def test_the_last_to_let_go_removes_a_temporary_directory(temporary):
+    maker = Hold.make()
+    assert maker.path.parent == temporary and maker.path.name.startswith("lmcache_mp-")
+    assert stat.S_IMODE(maker.path.stat().st_mode) == 0o700
+    worker = Hold.join(maker.path)
+    worker.release()
+    assert maker.path.exists()
+    worker = Hold.join(maker.path)
+    maker.release()
+    maker.release()
+    assert maker.path.exists()
+    worker.release()
+    assert not maker.path.exists()
+    with pytest.raises(FileNotFoundError):
+        Hold.join(maker.path)
+
+
+def test_a_directory_left_by_a_killed_process_is_swept(temporary):
+    program = (
+        "from lmcache_mp.kv.tempdir import Hold\n"
+        "hold = Hold.make(); print(hold.path, flush=True); input()"
+    )
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True)
+    path = Path(process.stdout.readline().strip())
+    other = temporary / "lmcache_mp-without-a-lock"
+    other.mkdir()
+    sweep()
+    assert path.exists()  # held
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    sweep()
+    assert not path.exists()
+    assert other.exists()  # not known to be free
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_neither_removes_nor_keeps_the_directory(temporary):
+    maker = Hold.make()
+    ready, go = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        maker.release()
+        os.write(ready[1], b"1" if maker.path.exists() else b"0")
+        os.read(go[0], 1)
+        os._exit(0)
+    assert os.read(ready[0], 1) == b"1"
+    maker.release()  # the child is alive, and holds no lock
+    assert not maker.path.exists()
+    os.write(go[1], b"1")
+    os.waitpid(child, 0)
+    for fd in (*ready, *go):
+        os.close(fd)
