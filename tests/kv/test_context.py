@@ -58,7 +58,9 @@ def test_keys_are_equal_in_another_process():
     program = (
         "from lmcache_mp.kv.context import chunk_keys; print(*chunk_keys(range(8), 4, model='m'))"
     )
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert output.stdout.split() == chunk_keys(range(8), 4, model="m"), output.stderr
 
 

@@ -307,7 +307,9 @@ try:
 except KVError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert "could not store KV" in done.stdout, done.stderr
     assert len(chunk_files(tmp_path)) == 1
     assert not list(tmp_path.glob("*/.*"))
