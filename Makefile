@@ -17,16 +17,17 @@ run: $(VENV)/with-local weights
 
 ## test: all tests, with coverage (those that need the model are skipped without it: make weights)
 test: $(VENV)/with-test
-	@$(BIN)/python -m pytest -q -n 2 --cov=lmcache_mp --cov-report=term --cov-fail-under=90 \
+	@rm -f .coverage .coverage.*; \
+	$(BIN)/python -m pytest -q -n 2 --cov=lmcache_mp --cov-report=term --cov-fail-under=90 \
 	    | tee $(VENV)/test.log; status=$$?; \
 	echo "make test: $$(tail -n 1 $(VENV)/test.log | tr -d =)," \
-	    "$$($(BIN)/python -m coverage report --format=total) % of lines covered"; \
+	    "$$($(BIN)/python -m coverage report --format=total 2>/dev/null) % of lines covered"; \
 	exit $$status
 
 ## lint: style, types, and the one way that imports point
 lint: $(VENV)/with-lint
 	@failed=; \
-	check() { echo "--- $$*"; $(BIN)/"$$@" || failed="$$failed$${failed:+, }$$1"; }; \
+	check() { echo "--- $$*"; $(BIN)/"$$@" || failed="$$failed$${failed:+, }$$*"; }; \
 	check ruff check; \
 	check ruff format --check; \
 	check mypy; \
