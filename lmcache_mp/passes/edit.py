@@ -1,0 +1,122 @@
+"""An edit pass: KV out of a context, through a user's function, and back under another salt."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from lmcache_mp import records
+from lmcache_mp.errors import KVError
+from lmcache_mp.kv.context import KVContext, PinningContext, edit_salt
+from lmcache_mp.passes.checks import check_edit, describe, expected_kv
+from lmcache_mp.passes.outcome import Outcome, PassLabel
+from lmcache_mp.passes.state import Edited, StreamState
+
+
+def kv_context(contexts: Sequence[KVContext]) -> KVContext:
+    """The context that holds keys and values (others hold queries)."""
+    for context in contexts:
+        if getattr(context, "kind", "kv") == "kv":
+            return context
+    raise KVError("none of the request's contexts holds KV (kind 'kv')")
+
+
+def edit_pass(
+    state: StreamState,
+    fn: Callable[..., Any],
+    contexts: Sequence[KVContext],
+    label: PassLabel,
+    *,
+    timeout: float = 30.0,
+    poll_interval: float = 0.2,
+    fetch: Callable[[], Any] | None = None,
+) -> Outcome:
+    """Retrieve the KV, let ``fn`` edit it, and store the result under a salt of its own.
+
+    ``timeout`` bounds only the wait for the KV to be there; ``fetch`` hands over KV that is being
+    retrieved ahead of time. What was stored under the old salt stays: the caller releases it once
+    the change is safe.
+    """
+    marks = [time.perf_counter()]
+    before = after = stored = 0
+    change: Edited | None = None
+    error: BaseException | None = None
+    try:
+        context = kv_context(contexts)
+        if fetch is None:
+            kv = retrieve_whole(state, context, timeout=timeout, poll_interval=poll_interval)
+        else:
+            kv = fetch()
+        marks.append(time.perf_counter())
+        before = int(kv.shape[2])
+        expected = expected_kv(kv)
+        result = fn(kv, state.tokens[:before].tolist())
+        marks.append(time.perf_counter())
+        new_kv, tokens, info = check_edit(result, expected, fn, context.chunk_size)
+        after = len(tokens)
+        stored = after - after % context.chunk_size
+        salt = edit_salt(state.cache_salt, label.nonce, label.key, state.edits, os.urandom(8).hex())
+        _store_edit(context, new_kv[:, :, :stored], tokens[:stored].tolist(), salt, fn)
+        marks.append(time.perf_counter())
+        change = Edited(tokens.tobytes(), before, salt, stored, info)
+    except BaseException as caught:  # a user's SystemExit is a failed pass too
+        error = caught
+    end = time.perf_counter()
+    spans = [b - a for a, b in itertools.pairwise(marks)]
+    seconds = (*spans, *[float("nan")] * (3 - len(spans)))
+    row = (*label.row_head(error is not None, marks[0], end), before, after, stored)
+    row = (*row, after - stored, *seconds)
+    return Outcome(np.array(row, records.MODIFY).tobytes(), change, error)
+
+
+def retrieve_whole(
+    state: StreamState, context: KVContext, *, timeout: float, poll_interval: float
+) -> Any:
+    """KV [2, L, T, D] of at least the whole chunks of the last pass's prompt; waits for it.
+
+    Engines store in the background, so the stored prefix may still be growing. Chunks with
+    generated tokens are taken if they are there, and never waited for.
+    """
+    wanted = state.kv_tokens - state.kv_tokens % context.chunk_size
+    if not wanted:
+        raise KVError(
+            f"there is no KV to edit: {state.kv_tokens} tokens are less than one chunk of "
+            f"{context.chunk_size}"
+        )
+    deadline = time.perf_counter() + timeout
+    prompt, whole = state.tokens[:wanted], state.tokens
+    found = context.lookup(prompt, state.kv_salt)
+    while found < wanted:
+        left = deadline - time.perf_counter()
+        if left <= 0:
+            raise KVError(
+                f"KV of {found} of {wanted} tokens is stored after {timeout:g} s: was the stream "
+                "prefilled with the same salt, and is the store large enough?"
+            )
+        time.sleep(min(poll_interval, left))
+        found = context.lookup(prompt, state.kv_salt)
+    kv = context.retrieve(whole, state.kv_salt)
+    got = 0 if kv is None else int(kv.shape[2])
+    if got < wanted:
+        raise KVError(f"KV of {wanted} tokens was there and only {got} could be read")
+    return kv
+
+
+def _store_edit(
+    context: KVContext, kv: Any, tokens: list[int], salt: str, fn: Callable[..., Any]
+) -> None:
+    pinning = context if isinstance(context, PinningContext) else None
+    if pinning:
+        pinning.pin(salt)
+    try:
+        if not context.store(kv, tokens, salt):
+            raise KVError(f"the store says that KV edited by {describe(fn)} was already there")
+    except BaseException:
+        if pinning:
+            pinning.release(salt)
+        raise

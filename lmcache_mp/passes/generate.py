@@ -1,0 +1,184 @@
+"""A generate pass: a prompt to an engine, and every event of its answer measured."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from lmcache_mp import records
+from lmcache_mp.engines.engine import PostCompletion, SamplingParams, TokenEvent
+from lmcache_mp.errors import EngineError, KVError
+from lmcache_mp.kv.context import KVContext
+from lmcache_mp.passes.edit import kv_context
+from lmcache_mp.passes.outcome import Outcome, PassLabel
+from lmcache_mp.passes.state import Generated, Ids, StreamState
+
+_ENDED_BADLY = ("abort", "error")
+
+_Events = TypeVar("_Events")
+
+
+class PassGuard:
+    """Lets another thread stop a generate pass: between two events, or inside one that waits.
+
+    An engine's iterator that can be interrupted from another thread has a method ``cancel()``.
+    """
+
+    __slots__ = ("_events", "stopped")
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self._events: object = None
+
+    def watch(self, events: _Events) -> _Events:
+        """The same iterator, from now on within reach of :meth:`stop`."""
+        self._events = events
+        if self.stopped:  # it was stopped before there was anything to watch
+            self.stop()
+        return events
+
+    def stop(self) -> None:
+        """Make the pass end soon."""
+        self.stopped = True
+        cancel = getattr(self._events, "cancel", None)
+        if cancel is not None:
+            cancel()
+
+
+class _Arrivals:
+    """What came out of an engine so far: kept, with its times, when the engine breaks off."""
+
+    __slots__ = ("cached", "counts", "finish", "ids", "parts", "times")
+
+    def __init__(self) -> None:
+        self.ids: Ids[int] = array("i")
+        self.parts: list[str] = []
+        self.times = array("d")
+        self.counts = array("i")
+        self.finish: str | None = None
+        self.cached = records.UNKNOWN
+
+    def take(self, event: Any, elapsed: float) -> None:  # Any: LMCache's own events are taken too
+        if type(event) is TokenEvent:
+            ids: Sequence[int] = (event.token_id,)
+        else:
+            several = getattr(event, "token_ids", None)
+            ids = (event.token_id,) if several is None else several
+        if ids:
+            self.times.append(elapsed)
+            self.counts.append(len(ids))
+            self.ids.extend(ids)
+            if min(ids) < 0:
+                raise EngineError(
+                    "the engine sent no token ids: start vLLM with --return-tokens-as-token-ids, "
+                    "or use a version that knows return_token_ids"
+                )
+        if event.text:
+            self.parts.append(event.text)
+        self.finish = getattr(event, "finish_reason", None) or self.finish
+        cached = getattr(event, "cached_tokens", None)
+        if cached is not None:
+            self.cached = cached
+
+    def ended_by_itself(self, params: SamplingParams) -> bool:
+        if self.finish is not None:
+            return self.finish != "length"
+        limit = params.get("max_tokens")
+        return len(self.ids) < (1 if limit is None else limit)
+
+
+def generate_pass(
+    state: StreamState,
+    engine: PostCompletion,
+    contexts: Sequence[KVContext],
+    params: SamplingParams,
+    label: PassLabel,
+    *,
+    suffix_tokens: tuple[int, ...] = (),
+    warn_unused_kv: bool = False,
+    guard: PassGuard | None = None,
+) -> Outcome:
+    """Send the state's prompt to ``engine`` and measure every event until it ends.
+
+    The clock (TTFT, duration) starts just before the engine is called, so an engine that works
+    eagerly is timed too. After an edit the pass proves that the edited KV was used, as far as the
+    engine tells: ``kv_used`` is 1, 0 (a KVError, or a warning with ``warn_unused_kv``) or unknown.
+    """
+    arrivals = _Arrivals()
+    prompt = state.prompt(suffix_tokens)
+    error: BaseException | None = None
+    used, doubt, warning = records.UNKNOWN, "", ""
+    start = time.perf_counter()
+    try:
+        doubt = _missing_kv(state, contexts, prompt)
+        if doubt and not warn_unused_kv:
+            raise KVError(doubt)
+        start = time.perf_counter()
+        guard = guard or PassGuard()
+        for event in guard.watch(engine(prompt.tolist(), dict(params), state.kv_salt)):
+            arrivals.take(event, time.perf_counter() - start)
+            if guard.stopped:
+                raise EngineError("the pass was cancelled")
+        if arrivals.finish in _ENDED_BADLY:
+            raise EngineError(f"the engine ended the request with {arrivals.finish!r}")
+        if state.stored_tokens:
+            used, late_doubt = _kv_used(state, arrivals.cached, len(prompt))
+            doubt = doubt or late_doubt
+            if doubt and not warn_unused_kv:
+                raise KVError(doubt)
+            used, warning = (0, doubt) if doubt else (used, "")
+    except BaseException as caught:  # a user's SystemExit is a failed pass too
+        error = caught
+    end = time.perf_counter()
+    row = (
+        *label.row_head(error is not None, start, end),
+        len(prompt),
+        arrivals.cached,
+        len(arrivals.ids),
+        used,
+        (arrivals.finish or "").encode("ascii", "replace"),
+    )
+    change = Generated(
+        arrivals.ids.tobytes(),
+        "".join(arrivals.parts),
+        arrivals.ended_by_itself(params),
+        suffix_tokens,
+    )
+    return Outcome(
+        np.array(row, records.GENERATE).tobytes(),
+        None if error else change,
+        error,
+        arrivals.times.tobytes(),
+        arrivals.counts.tobytes(),
+        warning,
+    )
+
+
+def _missing_kv(state: StreamState, contexts: Sequence[KVContext], prompt: Ids[int]) -> str:
+    """Why the edited KV can't be used, found before the prompt is sent; empty if it can."""
+    if not state.stored_tokens:
+        return ""
+    found = kv_context(contexts).lookup(prompt[: state.stored_tokens], state.kv_salt)
+    if found >= state.stored_tokens:
+        return ""
+    return (
+        f"the edited KV is gone: {found} of {state.stored_tokens} tokens are still stored, the "
+        "engine would compute plain KV instead (give the store more room, or edit again)"
+    )
+
+
+def _kv_used(state: StreamState, cached: int, prompt_length: int) -> tuple[int, str]:
+    """Whether the engine reused the edited KV (1, 0, UNKNOWN), and what to say if not."""
+    if cached == records.UNKNOWN:
+        return records.UNKNOWN, ""
+    # The last prompt token is always computed: its logits are the next token's.
+    if cached >= min(state.stored_tokens, prompt_length - 1):
+        return 1, ""
+    return (
+        0,
+        f"the engine reused {cached} of the {state.stored_tokens} edited tokens' KV",
+    )

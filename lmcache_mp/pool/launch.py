@@ -1,0 +1,238 @@
+"""Starting worker processes, noticing their end, and the lifeline that ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import multiprocess
+from multiprocess import forkserver
+from multiprocess.connection import Connection
+
+from lmcache_mp.errors import UsageError
+from lmcache_mp.pool.entry import worker_main
+from lmcache_mp.pool.queues import ParentEnd
+
+START_METHODS = ("forkserver", "spawn")
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
+_starting = threading.RLock()
+
+
+def choose_start_method(start_method: str | None, compute_threads: int) -> str:
+    """The start method to use, or a UsageError.
+
+    A forkserver has loaded numpy with one thread; workers with more must load it for themselves.
+    """
+    known = [name for name in START_METHODS if name in multiprocess.get_all_start_methods()]
+    if start_method is None:
+        return "forkserver" if "forkserver" in known and compute_threads == 1 else "spawn"
+    if start_method == "fork":
+        raise UsageError(
+            "start_method 'fork' is unsafe beside threads: use 'forkserver' or 'spawn'"
+        )
+    if start_method not in known:
+        raise UsageError(f"start_method {start_method!r} is unknown here; there are {known}")
+    if start_method == "forkserver" and compute_threads != 1:
+        raise UsageError(
+            "compute_threads above 1 needs start_method 'spawn': a forkserver's workers share a "
+            "numpy that was loaded with one thread"
+        )
+    return start_method
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What every worker of a pool is started with."""
+
+    start_method: str
+    compute_threads: int = 1
+    env: Mapping[str, str] | None = None
+    hide_gpus: bool = True
+
+    def environment(self) -> dict[str, str]:
+        """The worker's whole environment: the parent's of today, thread limits, then ``env``."""
+        variables = dict(os.environ)
+        variables.update(_thread_limits(self.compute_threads))
+        if self.hide_gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = ""
+        variables.update(self.env or {})
+        return variables
+
+
+def _thread_limits(threads: int) -> dict[str, str]:
+    return dict.fromkeys(_THREAD_VARIABLES, str(threads))
+
+
+class Lifeline:
+    """A pipe whose closing ends the workers: the parent holds the write end as long as it lives."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = os.pipe()
+        _close_in_forked_children(self)
+
+    def close(self) -> None:
+        """Let go; every worker that still holds the other end is ended."""
+        for fd in (self.reader, self._writer):
+            if fd >= 0:
+                os.close(fd)
+        self.reader = self._writer = -1
+
+
+class WorkerProcess:
+    """A worker as its parent sees it: a process, its exit, and the parent's end of its queues."""
+
+    def __init__(self, settings: WorkerSettings, lifeline: Lifeline, index: int) -> None:
+        context = multiprocess.get_context(settings.start_method)
+        mine, theirs = socket.socketpair()
+        child_end = Connection(theirs.detach())
+        line = Connection(os.dup(lifeline.reader), writable=False)
+        arguments = (child_end, line, index, settings.environment())
+        self._process = context.Process(
+            target=worker_main, args=arguments, name=f"lmcache_mp-worker-{index}", daemon=False
+        )
+        try:
+            with _starting, _hidden_main():
+                if settings.start_method == "forkserver":
+                    _ensure_forkserver(context)
+                self._process.start()
+        finally:
+            child_end.close()
+            line.close()
+        self.index = index
+        self.pid: int = self._process.pid
+        self.queues = ParentEnd(mine)
+        self._pidfd = _open_pidfd(self.pid)
+        _close_in_forked_children(self.queues)
+
+    @property
+    def exit_fd(self) -> int:
+        """Readable once the process has ended.
+
+        A pidfd where there is one: a process' sentinel fires early when the forkserver is killed,
+        and late when the worker has left children of its own behind.
+        """
+        return self._pidfd if self._pidfd is not None else self._process.sentinel
+
+    def exit_code(self) -> int | None:
+        """The exit code of the ended process, negative for a signal; None if it can't be known."""
+        self._process.join(1.0)
+        code: int | None = self._process.exitcode
+        return code
+
+    def kill(self) -> None:
+        """End the process now."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._pidfd is not None:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            else:
+                os.kill(self.pid, signal.SIGKILL)
+
+    def has_ended(self, timeout: float = 0.0) -> bool:
+        """Whether the process has ended, waiting at most ``timeout`` seconds for it."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.exit_fd, selectors.EVENT_READ)
+            return bool(selector.select(timeout))
+
+    def dispose(self) -> None:
+        """Release what the parent holds of an ended process."""
+        self.queues.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+        self._process.join(1.0)
+        with contextlib.suppress(ValueError):  # still running, as far as multiprocess can tell
+            self._process.close()
+
+
+def end_all(workers: list[WorkerProcess], grace: float) -> None:
+    """Wait for workers that were told to close; kill what is left after ``grace`` seconds."""
+    deadline = time.monotonic() + grace
+    for worker in workers:
+        while worker.queues.waiting and time.monotonic() < deadline:
+            worker.queues.flush()
+            if worker.has_ended(0.01):
+                break
+        if not worker.has_ended(max(0.0, deadline - time.monotonic())):
+            worker.kill()
+    for worker in workers:
+        worker.has_ended(1.0)
+        worker.dispose()
+
+
+def _open_pidfd(pid: int) -> int | None:
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # an old kernel, or the process is gone already: the sentinel tells
+        return None
+
+
+@contextlib.contextmanager
+def _hidden_main() -> Iterator[None]:
+    """Keep multiprocess from importing the user's main module into workers.
+
+    Scripts without a main guard, ``python -c``, standard input and notebooks work that way; what
+    users define there reaches workers by cloudpickle.
+    """
+    main = sys.modules.get("__main__")
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if main is not None:
+        main.__spec__ = None
+        if file is not None:
+            del main.__file__
+    try:
+        yield
+    finally:
+        if main is not None:
+            main.__spec__ = spec
+            if file is not None:
+                main.__file__ = file
+
+
+def _ensure_forkserver(context: multiprocess.context.ForkServerContext) -> None:
+    """Start the forkserver, if none runs, with BLAS limited before it loads numpy."""
+    limits = _thread_limits(1)
+    before = {name: os.environ.get(name) for name in limits}
+    os.environ.update(limits)
+    try:
+        context.set_forkserver_preload(["lmcache_mp.pool.worker"])
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+_held: weakref.WeakSet[Lifeline | ParentEnd] = weakref.WeakSet()
+
+
+def _close_in_forked_children(held: Lifeline | ParentEnd) -> None:
+    """A child that the parent forks must not keep the workers alive after the parent's end."""
+    _held.add(held)
+
+
+def _after_fork_in_child() -> None:
+    for held in list(_held):
+        held.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,180 @@
+"""What parent and worker say to each other: frozen dataclasses, pickled by the stdlib.
+
+Users' objects (functions, engines, contexts) appear only as cloudpickled bytes, named by a number.
+Streams are named by their position in the batch.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache_mp.passes.state import Edited, Generated, StreamState
+
+_PROTOCOL = 5
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Keep a user's object: it is loaded once, at its first use, and then named by ``number``."""
+
+    number: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    """Forget a user's object."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Open these contexts and engines now, so that no phase has to wait for it."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A stream as its worker needs it; engine and contexts are numbers of user objects."""
+
+    stream: int
+    stream_id: str
+    key: str
+    nonce: str
+    state: StreamState
+    engine: int
+    contexts: tuple[int, ...]
+    sampling_params: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Own these streams from now on."""
+
+    streams: tuple[Adopted, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """One generate pass for each stream; ``forced`` is laid over the stream's own parameters."""
+
+    sampling_params: Mapping[str, Any]
+    forced: Mapping[str, Any]
+    warn_unused_kv: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Modify:
+    """Run one edit for each stream, one at a time; ``fn`` is the number of a user object."""
+
+    fn: int
+    timeout: float
+    poll_interval: float
+
+
+Work = Generate | Modify
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Do ``work`` for these streams; ``generation`` is the phase, ``attempt`` counts from 1."""
+
+    generation: int
+    work: Work
+    streams: tuple[int, ...]
+    attempt: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Stop the passes of a generation, and say so when none is left."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close what is open and end."""
+
+
+Command = Load | Unload | Open | Adopt | Run | Cancel | Close
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception on its way to the parent.
+
+    ``pickled`` is the exception itself, or None where it can't be rebuilt; the texts always are.
+    """
+
+    type_name: str
+    message: str
+    traceback: str
+    pickled: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The worker is up; ``version`` is that of its records."""
+
+    pid: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Everything asked for was opened, or why not."""
+
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """One pass has ended: its record, and its change or its failure (see passes/outcome.py)."""
+
+    generation: int
+    stream: int
+    row: bytes
+    times: bytes
+    counts: bytes
+    change: Generated | Edited | None
+    failure: Failure | None
+    warning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """No pass of the generation is left."""
+
+    generation: int
+
+
+Result = Ready | Opened | Done | Cancelled
+
+
+def dump(message: Command | Result) -> bytes:
+    """A message as the bytes that go over a pipe."""
+    return pickle.dumps(message, _PROTOCOL)
+
+
+def load_result(data: bytes) -> Result:
+    """What a worker sent."""
+    message: Result = pickle.loads(data)
+    return message
+
+
+def load_command(data: bytes) -> Command:
+    """What the parent sent."""
+    message: Command = pickle.loads(data)
+    return message

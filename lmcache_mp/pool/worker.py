@@ -1,0 +1,322 @@
+"""The child process: it owns its streams, runs commands on them and sends results.
+
+The main thread runs edits, one at a time, and passes of engines that never wait; passes of other
+engines each have a thread of a kept pool. A reader thread takes commands, so that a cancel is heard
+whatever the main thread does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache_mp import records
+from lmcache_mp.kv.context import PinningContext
+from lmcache_mp.passes.edit import edit_pass, kv_context, retrieve_whole
+from lmcache_mp.passes.generate import PassGuard, generate_pass
+from lmcache_mp.passes.outcome import Outcome, PassLabel
+from lmcache_mp.passes.state import Edited, Generated, StreamState
+from lmcache_mp.pool.failures import pack
+from lmcache_mp.pool.messages import (
+    Adopt,
+    Adopted,
+    Cancel,
+    Cancelled,
+    Close,
+    Command,
+    Done,
+    Generate,
+    Load,
+    Modify,
+    Open,
+    Opened,
+    Ready,
+    Result,
+    Run,
+    Unload,
+    dump,
+    load_command,
+)
+from lmcache_mp.pool.objects import LoadedObjects
+from lmcache_mp.pool.queues import WorkerEnd
+
+#: More threads than any machine runs streams: the pool must never be what limits concurrency.
+_MOST_THREADS = 100_000
+
+
+@dataclass(slots=True)
+class _Owned:
+    """A stream of this worker, and the salt of KV that an edit has replaced."""
+
+    spec: Adopted
+    state: StreamState
+    replaced_salt: str | None = None
+
+
+@dataclass(slots=True)
+class _Edit:
+    """An edit that waits for its turn; ``fetch`` is its KV on the way."""
+
+    run: Run
+    work: Modify
+    owned: _Owned
+    fetch: Future[Any] | None = None
+
+
+class Worker:
+    """Runs until it is told to close or its parent is gone."""
+
+    def __init__(self, sock: socket.socket, index: int) -> None:
+        self._queues = WorkerEnd(sock)
+        self._index = index
+        self._objects = LoadedObjects()
+        self._streams: dict[int, _Owned] = {}
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._edits: deque[_Edit] = deque()
+        self._threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="pass")
+        self._lock = threading.Lock()
+        self._running: dict[int, tuple[int, PassGuard]] = {}
+        self._cancelled = -1
+
+    def run(self) -> None:
+        """The worker's life."""
+        self._send(Ready(os.getpid(), records.VERSION))
+        threading.Thread(target=self._read, name="commands", daemon=True).start()
+        while True:
+            command = self._next_command()
+            if isinstance(command, Close):
+                break
+            if command is None:
+                self._run_edit(self._edits.popleft())
+            else:
+                self._execute(command)
+        self._close()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                command = load_command(self._queues.receive())
+            except (EOFError, OSError):
+                command = Close()
+            if isinstance(command, Cancel):
+                self._stop_passes(command.generation)
+            self._inbox.put(command)
+            if isinstance(command, Close):
+                return
+
+    def _next_command(self) -> Command | None:
+        """The next command; None when there is none and an edit waits."""
+        if not self._edits:
+            return self._inbox.get()
+        try:
+            return self._inbox.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _execute(self, command: Command) -> None:
+        if isinstance(command, Run):
+            self._begin(command)
+        elif isinstance(command, Adopt):
+            for spec in command.streams:
+                self._streams[spec.stream] = _Owned(spec, spec.state)
+        elif isinstance(command, Load):
+            self._objects.keep(command.number, command.payload)
+        elif isinstance(command, Unload):
+            self._objects.forget(command.number)
+        elif isinstance(command, Open):
+            self._open(command.numbers)
+        elif isinstance(command, Cancel):
+            self._drop_edits(command.generation)
+
+    # --- opening and closing ----------------------------------------------------------------------
+
+    def _open(self, numbers: Sequence[int]) -> None:
+        failures = []
+        for number in numbers:
+            try:
+                _call_if_there(self._objects.get(number), "open")
+            except BaseException as error:  # a user's object may raise anything
+                failures.append(pack(error))
+        self._send(Opened(tuple(failures)))
+
+    def _close(self) -> None:
+        for owned in self._streams.values():
+            if owned.state.edits:
+                self._release(owned, owned.state.kv_salt)
+            self._release_replaced(owned)
+        for thing in self._objects.all_loaded():
+            with contextlib.suppress(Exception):
+                _call_if_there(thing, "close")
+        with self._lock:
+            busy = bool(self._running)
+        if busy:  # a pass that still runs would keep the process alive
+            os._exit(0)
+
+    # --- passes -----------------------------------------------------------------------------------
+
+    def _begin(self, run: Run) -> None:
+        for stream in run.streams:
+            owned = self._streams[stream]
+            self._release_replaced(owned)
+            if isinstance(run.work, Modify):
+                self._edits.append(_Edit(run, run.work, owned))
+            elif self._may_block(owned):
+                self._threads.submit(self._generate, run, run.work, owned)
+            else:
+                self._generate(run, run.work, owned)
+        if isinstance(run.work, Modify):
+            self._fetch_ahead()
+
+    def _may_block(self, owned: _Owned) -> bool:
+        try:
+            return bool(getattr(self._objects.get(owned.spec.engine), "blocking", True))
+        except BaseException:  # the pass itself will report that loading fails
+            return False
+
+    def _generate(self, run: Run, work: Generate, owned: _Owned) -> None:
+        guard = PassGuard()
+        with self._lock:
+            if run.generation <= self._cancelled:
+                return
+            self._running[owned.spec.stream] = run.generation, guard
+        outcome = self._outcome_of_generate(run, work, owned, guard)
+        with self._lock:
+            del self._running[owned.spec.stream]
+        self._finish(run, owned, outcome)
+        self._confirm_cancel(run.generation)
+
+    def _outcome_of_generate(
+        self, run: Run, work: Generate, owned: _Owned, guard: PassGuard
+    ) -> Outcome:
+        label = self._label(owned, run.attempt)
+        try:
+            engine = self._objects.get(owned.spec.engine)
+            contexts = [self._objects.get(number) for number in owned.spec.contexts]
+        except BaseException as error:  # loading a user's object may raise anything
+            return Outcome(label.failed_row(records.GENERATE, os.getpid()), None, error)
+        params = {**work.sampling_params, **(owned.spec.sampling_params or {}), **work.forced}
+        return generate_pass(
+            owned.state,
+            engine,
+            contexts,
+            params,
+            label,
+            warn_unused_kv=work.warn_unused_kv,
+            guard=guard,
+        )
+
+    def _run_edit(self, edit: _Edit) -> None:
+        if edit.run.generation <= self._cancelled:
+            return
+        self._fetch_ahead()
+        self._finish(edit.run, edit.owned, self._outcome_of_edit(edit))
+
+    def _outcome_of_edit(self, edit: _Edit) -> Outcome:
+        owned = edit.owned
+        label = self._label(owned, edit.run.attempt)
+        try:
+            fn = self._objects.get(edit.work.fn)
+            contexts = [self._objects.get(number) for number in owned.spec.contexts]
+        except BaseException as error:  # loading a user's object may raise anything
+            return Outcome(label.failed_row(records.MODIFY, os.getpid()), None, error)
+        return edit_pass(
+            owned.state,
+            fn,
+            contexts,
+            label,
+            timeout=edit.work.timeout,
+            poll_interval=edit.work.poll_interval,
+            fetch=edit.fetch.result if edit.fetch else None,
+        )
+
+    def _fetch_ahead(self) -> None:
+        """Let the next edit's KV come while this one runs: at most one, to bound the memory."""
+        if self._edits and self._edits[0].fetch is None:
+            edit = self._edits[0]
+            edit.fetch = self._threads.submit(self._fetch, edit.work, edit.owned)
+
+    def _fetch(self, work: Modify, owned: _Owned) -> Any:
+        context = kv_context([self._objects.get(number) for number in owned.spec.contexts])
+        return retrieve_whole(
+            owned.state, context, timeout=work.timeout, poll_interval=work.poll_interval
+        )
+
+    def _label(self, owned: _Owned, attempt: int) -> PassLabel:
+        spec = owned.spec
+        return PassLabel(
+            spec.stream_id, spec.stream, attempt, self._index, nonce=spec.nonce, key=spec.key
+        )
+
+    def _finish(self, run: Run, owned: _Owned, outcome: Outcome) -> None:
+        change = outcome.change
+        if isinstance(change, Generated):
+            owned.state = owned.state.after_generate(change)
+        elif isinstance(change, Edited):
+            owned.replaced_salt = owned.state.kv_salt if owned.state.edits else None
+            owned.state = owned.state.after_edit(change)
+        failure = None if outcome.error is None else pack(outcome.error)
+        self._send(
+            Done(
+                run.generation,
+                owned.spec.stream,
+                outcome.row,
+                outcome.times,
+                outcome.counts,
+                change,
+                failure,
+                outcome.warning,
+            )
+        )
+
+    def _release_replaced(self, owned: _Owned) -> None:
+        """Give up KV that an edit replaced: a new command says that the parent knows the edit."""
+        if owned.replaced_salt is not None:
+            self._release(owned, owned.replaced_salt)
+            owned.replaced_salt = None
+
+    def _release(self, owned: _Owned, salt: str) -> None:
+        with contextlib.suppress(Exception):  # what can't be released is only evicted later
+            context = kv_context([self._objects.get(number) for number in owned.spec.contexts])
+            if isinstance(context, PinningContext):
+                context.release(salt)
+
+    # --- cancelling -------------------------------------------------------------------------------
+
+    def _stop_passes(self, generation: int) -> None:
+        with self._lock:
+            self._cancelled = max(self._cancelled, generation)
+            guards = [guard for passed, guard in self._running.values() if passed <= generation]
+        for guard in guards:
+            with contextlib.suppress(Exception):
+                guard.stop()
+
+    def _drop_edits(self, generation: int) -> None:
+        self._edits = deque(edit for edit in self._edits if edit.run.generation > generation)
+        self._confirm_cancel(generation)
+
+    def _confirm_cancel(self, generation: int) -> None:
+        with self._lock:
+            running = any(passed <= generation for passed, _ in self._running.values())
+            confirm = generation <= self._cancelled and not running
+        if confirm:
+            self._send(Cancelled(generation))
+
+    def _send(self, result: Result) -> None:
+        try:
+            self._queues.send(dump(result))
+        except OSError:  # the parent is gone, and with it whoever wanted the result
+            os._exit(1)
+
+
+def _call_if_there(thing: Any, name: str) -> None:
+    method: Callable[[], object] | None = getattr(thing, name, None)
+    if callable(method):
+        method()
