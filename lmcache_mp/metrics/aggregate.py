@@ -70,7 +70,8 @@ def gaps(events: Events, selected: NDArray[np.bool_]) -> tuple[Floats, NDArray[n
 def _divide(dividend: Floats, divisor: Floats) -> Floats:
     """Elementwise ratio, NaN where the divisor is not positive (or NaN)."""
     result = np.full(dividend.shape, math.nan)
-    return np.divide(dividend, divisor, out=result, where=divisor > 0)
+    np.divide(dividend, divisor, out=result, where=divisor > 0)
+    return result
 
 
 def _known(values: NDArray[np.generic], known: NDArray[np.bool_]) -> Floats:

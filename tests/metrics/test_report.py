@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -162,6 +163,7 @@ def test_json_is_strict_and_says_what_to_dict_says():
     metrics["results"].add("score", "Score", np.float64(0.5))
     metrics["results"].add("hits", "Hits", np.int64(3))
     metrics["results"].add("bad", "Bad", float("inf"))
+    metrics["results"].add("where", "Where", Path("out"))
     metrics["results"].add("each", "Each", {"a": np.array([1.0, np.nan])})
 
     def refuse(constant):
@@ -171,6 +173,7 @@ def test_json_is_strict_and_says_what_to_dict_says():
     assert parsed == metrics.to_dict()
     results = parsed["metrics"]["results"]
     assert (results["score"], results["hits"], results["bad"]) == (0.5, 3, None)
+    assert results["where"] == "out"
     assert results["each"] == {"a": [1.0, None]}
 
 
@@ -211,6 +214,12 @@ def test_without_extras_json_has_only_the_keys_of_lmcache():
         "config": {"num_streams": 1},
         "results": {"duration": 2.0, "output_tokens": 3, "output_tput": 1.5},
     }
+
+
+def test_repr_counts_the_streams():
+    text = repr(Metrics.from_phase(generate_phase(THREE, THREE, BROKEN)))
+    assert "2 ok, 1 failed" in text
+    assert repr(Metrics("By hand")) == "<Metrics 'By hand'>"
 
 
 def test_markdown_is_tables():
