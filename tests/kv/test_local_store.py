@@ -163,18 +163,20 @@ def test_a_torn_chunk_counts_as_missing_and_is_stored_anew(store, position, dama
     assert store.retrieve(tokens).tobytes() == kv_of(tokens).tobytes()
 
 
-def test_a_chunk_that_vanishes_after_lookup_ends_the_prefix(store, monkeypatch):
+@pytest.mark.parametrize("damage", [os.unlink, lambda path: os.truncate(path, 10)])
+def test_a_chunk_lost_after_lookup_ends_the_prefix(store, monkeypatch, damage):
     tokens = list(range(12))
     store.store(kv_of(tokens), tokens)
     victim = next(p for p in chunk_files(store.directory) if p.suffix == ".1")
     allocate = np.empty
 
-    def evict_then_allocate(*args, **kwargs):  # between the look at the files and their reading
-        victim.unlink(missing_ok=True)
+    def damage_then_allocate(*args, **kwargs):  # between the look at the files and their reading
+        damage(victim)
         return allocate(*args, **kwargs)
 
-    monkeypatch.setattr(np, "empty", evict_then_allocate)
-    kv = store.retrieve(tokens)
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "empty", damage_then_allocate)
+        kv = store.retrieve(tokens)
     assert kv.flags.c_contiguous and kv.tobytes() == kv_of(tokens[:4]).tobytes()
 
 
@@ -227,6 +229,8 @@ def test_storing_a_tail_keeps_its_own_prefix(tmp_path):
     put(store, 1, chunks=5)
     put(store, 0, chunks=8)
     assert store.lookup(sequence(0, 8)) == 8 * CHUNK
+    put(store, 0, chunks=10)  # a full store, and no chunk of it may go
+    assert store.lookup(sequence(0, 10)) == 10 * CHUNK
 
 
 def test_the_budget_holds_over_several_stores(tmp_path):
@@ -265,8 +269,9 @@ def test_pins_are_seen_by_everyone_and_end_with_release(tmp_path):
     other.release("edit")
     assert not store.pinned("edit")
     assert store.lookup(sequence(0, 9), "edit") == 0
-    assert put(store, 1, chunks=10)
     other.release("never used")
+    assert put(store, 1, chunks=5) and put(other, 2, chunks=5)
+    assert store.lookup(sequence(1, 5)) == store.lookup(sequence(2, 5)) == 5 * CHUNK
 
 
 def test_what_can_not_fit_names_the_capacity_and_evicts_nothing(tmp_path):

@@ -58,20 +58,43 @@ def test_a_directory_left_by_a_killed_process_is_swept(temporary):
     assert other.exists()  # not known to be free
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_neither_removes_nor_keeps_the_directory(temporary):
-    maker = Hold.make()
+def forked(child_does):
+    """Fork; the child runs a function and lives on until the returned one is called."""
     ready, go = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        maker.release()
-        os.write(ready[1], b"1" if maker.path.exists() else b"0")
-        os.read(go[0], 1)
-        os._exit(0)
+        try:
+            child_does()
+            os.write(ready[1], b"1")
+            os.read(go[0], 1)
+        finally:
+            os._exit(0)
+    os.close(ready[1])
     assert os.read(ready[0], 1) == b"1"
-    maker.release()  # the child is alive, and holds no lock
+
+    def end():
+        os.write(go[1], b"1")
+        os.waitpid(child, 0)
+        for fd in (ready[0], *go):
+            os.close(fd)
+
+    return end
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_does_not_remove_its_parents_directory(temporary):
+    maker = Hold.make()
+    end = forked(maker.release)
+    assert maker.path.exists()
+    end()
+    assert maker.path.exists()
+    maker.release()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_does_not_keep_its_parents_directory(temporary):
+    maker = Hold.make()
+    end = forked(lambda: None)
+    maker.release()
     assert not maker.path.exists()
-    os.write(go[1], b"1")
-    os.waitpid(child, 0)
-    for fd in (*ready, *go):
-        os.close(fd)
+    end()
