@@ -83,3 +83,11 @@ class Rendezvous:
                 raise TimeoutError(f"only {len(os.listdir(self.folder))} passes were open at once")
             time.sleep(0.01)
         yield TokenEvent(1, "x")
+
+
+def pid_is_alive(pid: int) -> bool:
+    """Whether a process of that id runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

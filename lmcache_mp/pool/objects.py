@@ -8,13 +8,12 @@ import threading
 from collections import ChainMap
 from collections.abc import Callable, Iterator
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 
 from lmcache_mp.errors import UsageError
 from lmcache_mp.passes.checks import describe
-
 
 _HIDDEN_FILE = "<dynamic-code>"
 _reduce_code: Callable[[CodeType], tuple[Any, ...]] = cloudpickle.Pickler.dispatch_table[CodeType]
@@ -29,7 +28,7 @@ def _reduce_code_with_file(code: CodeType) -> tuple[Any, ...]:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """Keeps a function's file name, which cloudpickle hides: tracebacks must say where."""
 
-    dispatch_table = ChainMap(
+    dispatch_table: ClassVar[ChainMap[Any, Any]] = ChainMap(
         {CodeType: _reduce_code_with_file}, cloudpickle.Pickler.dispatch_table
     )
 

@@ -1,0 +1,201 @@
+"""The pool's state machine, without a process: what is handed out, to whom, and after a death."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_mp.pool.state import (
+    Assign,
+    Event,
+    FailPass,
+    GiveUp,
+    Instruction,
+    PassEnded,
+    Plan,
+    PoolState,
+    StartWorker,
+    WorkerLost,
+    WorkerReady,
+)
+
+
+def ready(workers: int) -> PoolState:
+    state = PoolState(workers)
+    assert state.step([WorkerReady(worker) for worker in range(workers)]) == []
+    return state
+
+
+def assigned(instructions: list[Instruction]) -> dict[int, int]:
+    """Worker by stream."""
+    return {
+        stream: instruction.worker
+        for instruction in instructions
+        if isinstance(instruction, Assign)
+        for stream in instruction.streams
+    }
+
+
+def finish(state: PoolState) -> None:
+    for worker in (0, 1):
+        state.step([PassEnded(worker, stream) for stream in state.in_flight(worker)])
+    assert state.settled
+
+
+def test_largest_streams_go_first_to_the_worker_with_the_fewest_pending_tokens() -> None:
+    state = ready(2)
+    owners = assigned(state.begin(Plan([(0, 10), (1, 40), (2, 30), (3, 20)])))
+    assert owners == {1: 0, 2: 1, 3: 1, 0: 0}
+
+
+def test_a_stream_stays_with_its_owner_in_the_next_phase() -> None:
+    state = ready(2)
+    first = assigned(state.begin(Plan([(0, 1), (1, 9), (2, 5)])))
+    finish(state)
+    assert assigned(state.begin(Plan([(0, 50), (1, 1), (2, 1)]))) == first
+
+
+@pytest.mark.parametrize("workers", [1, 2, 8])
+@pytest.mark.parametrize(("streams", "limit"), [(17, 17), (50, 50), (50, 7), (3, 50), (50, 1)])
+def test_the_limit_is_one_count_over_all_workers(workers: int, streams: int, limit: int) -> None:
+    state = ready(workers)
+    plan = Plan([(stream, 100 + stream) for stream in range(streams)], limit=limit)
+    for _ in range(2):  # streams without an owner, then with one
+        flying = assigned(state.begin(plan))
+        assert len(flying) == min(streams, limit)
+        while not state.settled:
+            worker = next(w for w in range(workers) if state.in_flight(w))
+            flying = assigned(state.step([PassEnded(worker, state.in_flight(worker)[0])]))
+            in_flight = sum(len(state.in_flight(w)) for w in range(workers))
+            assert in_flight == min(len(state.unfinished), limit)
+
+
+def test_with_a_limit_below_the_streams_all_workers_take_part() -> None:
+    state = ready(2)
+    plan = Plan([(stream, 1) for stream in range(8)], limit=2)
+    assert set(assigned(state.begin(plan)).values()) == {0, 1}
+    while not state.settled:
+        assert len(state.in_flight(0)) <= 1 and len(state.in_flight(1)) <= 1
+        worker = 0 if state.in_flight(0) else 1
+        state.step([PassEnded(worker, state.in_flight(worker)[0])])
+    assert set(assigned(state.begin(plan)).values()) == {0, 1}
+
+
+def test_a_death_fails_what_was_in_flight_and_restarts_the_worker() -> None:
+    state = ready(2)
+    state.begin(Plan([(0, 4), (1, 3), (2, 2), (3, 1)], per_worker=1))
+    lost = state.in_flight(0)
+    assert state.step([WorkerLost(0)]) == [FailPass(0, lost[0], 1), StartWorker(0)]
+    assert set(state.unfinished) == {0, 1, 2, 3} - set(lost)
+    assert assigned(state.step([WorkerReady(0)])) == {2: 0}
+
+
+def test_retries_repeat_a_lost_pass_with_the_next_attempt() -> None:
+    state = ready(1)
+    state.begin(Plan([(0, 1), (1, 1)], retries=1))
+    assert state.step([WorkerLost(0)]) == [StartWorker(0)]
+    assert state.step([WorkerReady(0)]) == [Assign(0, (0, 1), 2)]
+    assert state.step([WorkerLost(0)]) == [FailPass(0, 0, 2), FailPass(0, 1, 2), StartWorker(0)]
+    assert state.settled
+
+
+def test_in_order_only_the_first_pass_has_begun() -> None:
+    state = ready(1)
+    state.begin(Plan([(0, 2), (1, 1)], per_worker=2, in_order=True))
+    assert state.step([WorkerLost(0)]) == [FailPass(0, 0, 1), StartWorker(0)]
+    assert state.step([WorkerReady(0)]) == [Assign(0, (1,), 1)]
+
+
+def test_too_many_deaths_give_up_instead_of_looping() -> None:
+    state = ready(1)
+    state.begin(Plan([(stream, 1) for stream in range(9)], per_worker=1, max_restarts=2))
+    for _ in range(2):
+        assert StartWorker(0) in state.step([WorkerLost(0)])
+        state.step([WorkerReady(0)])
+    assert state.step([WorkerLost(0)])[-1] == GiveUp()
+    assert len(state.unfinished) == 6
+    state.abandon()
+    assert state.settled
+
+
+def test_a_worker_that_is_not_ready_is_given_nothing() -> None:
+    state = PoolState(2)
+    state.step([WorkerReady(1)])
+    assert set(assigned(state.begin(Plan([(0, 1), (1, 1)]))).values()) == {1}
+
+
+def test_a_late_result_of_an_abandoned_phase_changes_nothing() -> None:
+    state = ready(1)
+    state.begin(Plan([(0, 1)]))
+    state.abandon()
+    state.begin(Plan([(1, 1)]))
+    state.step([PassEnded(0, 0)])
+    assert state.unfinished == (1,)
+
+
+def test_a_phase_waits_for_the_one_before() -> None:
+    state = ready(1)
+    state.begin(Plan([(0, 1)]))
+    with pytest.raises(ValueError, match="settled"):
+        state.begin(Plan([(0, 1)]))
+
+
+@given(
+    workers=st.integers(1, 4),
+    weights=st.lists(st.integers(1, 50), max_size=20),
+    limit=st.none() | st.integers(1, 8),
+    per_worker=st.none() | st.integers(1, 4),
+    in_order=st.booleans(),
+    retries=st.integers(0, 2),
+    max_restarts=st.integers(0, 4),
+    choices=st.randoms(use_true_random=False),
+)
+def test_every_stream_ends_exactly_once_whatever_happens(
+    workers: int,
+    weights: list[int],
+    limit: int | None,
+    per_worker: int | None,
+    in_order: bool,
+    retries: int,
+    max_restarts: int,
+    choices: object,
+) -> None:
+    from random import Random
+
+    assert isinstance(choices, Random)
+    state = ready(workers)
+    plan = Plan(list(enumerate(weights)), limit, per_worker, in_order, retries, max_restarts)
+    ends: Counter[int] = Counter()
+    up = set(range(workers))
+    instructions = state.begin(plan)
+    while True:
+        for instruction in instructions:
+            if isinstance(instruction, FailPass):
+                ends[instruction.stream] += 1
+            elif isinstance(instruction, GiveUp):
+                ends.update(state.unfinished)
+                state.abandon()
+        flights = {worker: state.in_flight(worker) for worker in range(workers)}
+        total = sum(map(len, flights.values()))
+        assert limit is None or total <= limit
+        assert per_worker is None or max(map(len, flights.values())) <= per_worker
+        if state.settled:
+            break
+        assert total or up != set(range(workers)), "nothing runs and nothing will"
+        event: Event
+        busy = [worker for worker in up if flights[worker]]
+        if up != set(range(workers)) and (not busy or choices.random() < 0.5):
+            event = WorkerReady(choices.choice(sorted(set(range(workers)) - up)))
+            up.add(event.worker)
+        elif choices.random() < 0.2:
+            event = WorkerLost(choices.choice(sorted(up)))
+            up.discard(event.worker)
+        else:
+            worker = choices.choice(busy)
+            event = PassEnded(worker, choices.choice(flights[worker]))
+            ends[event.stream] += 1
+        instructions = state.step([event])
+    assert ends == Counter(range(len(weights)))
