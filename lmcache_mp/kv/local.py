@@ -31,7 +31,8 @@ from lmcache_mp.kv.tempdir import exclusive
 _USAGE = "usage"
 _PINNED = "pinned"
 _TEMPORARY = "."
-_FOLDER = re.compile("[0-9a-f]{32}")
+_FOLDER = re.compile(r"[0-9a-f]{32}")
+_CHUNK = re.compile(r"[0-9a-f]{32}\.(\d+)")
 #: Eviction goes on to this share of the capacity, so that it is not needed again at once.
 _AFTER_EVICTION = 0.9
 #: A file under a temporary name that nobody has written to for so long was left by a killed process.
@@ -339,11 +340,12 @@ def _files(folder: str) -> list[_File]:
     except FileNotFoundError:
         return []
     for entry in entries:
-        if entry.name == _PINNED:
+        chunk = _CHUNK.fullmatch(entry.name)
+        if not chunk and not entry.name.startswith(_TEMPORARY):
             continue
         with contextlib.suppress(FileNotFoundError):  # renamed or given up since
             info = entry.stat()
-            index = -1 if entry.name.startswith(_TEMPORARY) else int(entry.name.split(".")[1])
+            index = int(chunk[1]) if chunk else -1
             found.append(_File(entry.path, info.st_size, info.st_mtime_ns, index, pinned))
     return found
 

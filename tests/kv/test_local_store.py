@@ -248,6 +248,21 @@ def test_a_lost_account_is_counted_again(tmp_path):
     assert len(chunk_files(tmp_path)) <= 10
 
 
+def test_what_a_killed_process_was_writing_is_removed_when_room_is_needed(tmp_path):
+    store = open_store(tmp_path, capacity_chunks=10)
+    put(store, 0, chunks=2)
+    folder = chunk_files(tmp_path)[0].parent
+    left, fresh = folder / ".left", folder / ".fresh"
+    for path in (left, fresh):
+        path.write_bytes(bytes(4 * CHUNK_BYTES))
+    os.utime(left, (1, 1))
+    (tmp_path / "usage").unlink()  # so that both are in the account
+    put(store, 1, chunks=3)
+    assert not left.exists() and fresh.exists()
+    assert store.lookup(sequence(0, 2)) == 2 * CHUNK
+    assert len(chunk_files(tmp_path)) == 5
+
+
 def test_pinned_chunks_are_never_evicted(tmp_path):
     store = open_store(tmp_path, capacity_chunks=10)
     store.pin("edit")
