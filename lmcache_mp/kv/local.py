@@ -35,7 +35,7 @@ _FOLDER = re.compile(r"[0-9a-f]{32}")
 _CHUNK = re.compile(r"[0-9a-f]{32}\.(\d+)")
 #: Eviction goes on to this share of the capacity, so that it is not needed again at once.
 _AFTER_EVICTION = 0.9
-#: A file under a temporary name that nobody has written to for so long was left by a killed process.
+#: A temporary file that nobody has written to for so long was left by a killed process.
 _ABANDONED_S = 600.0
 
 
