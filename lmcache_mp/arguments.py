@@ -22,7 +22,7 @@ def select_ids(stream_ids: Iterable[str] | None, known: Mapping[str, object]) ->
         )
     selected: set[str] = set()
     for stream_id in stream_ids:
-        if stream_id not in known:
+        if not isinstance(stream_id, str) or stream_id not in known:
             raise StreamIdError(f"unknown stream id {stream_id!r}: add() returns the ids")
         if stream_id in selected:
             raise StreamIdError(f"duplicate stream id {stream_id!r}")

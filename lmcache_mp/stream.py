@@ -121,7 +121,11 @@ def _contexts(ctx: KVContext | Iterable[KVContext]) -> tuple[KVContext, ...]:
 def _check_prompt(prompt: Sequence[int], engine: PostCompletion) -> Ids[int]:
     if isinstance(prompt, str | bytes):
         raise UsageError("prompt_token_ids must be token ids, not text: encode it first")
-    ids = list(prompt)
+    try:
+        ids = list(prompt)
+    except TypeError:
+        kind = type(prompt).__name__
+        raise UsageError(f"prompt_token_ids must be a sequence of ints, not {kind}") from None
     if not ids:
         raise UsageError("the prompt is empty: at least one token id is needed")
     for position, token in enumerate(ids):

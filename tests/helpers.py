@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from lmcache_mp.kv.context import chunk_keys
 from lmcache_mp.stream import TokenEvent
 
 CHUNK = 4
@@ -83,6 +86,70 @@ class Rendezvous:
                 raise TimeoutError(f"only {len(os.listdir(self.folder))} passes were open at once")
             time.sleep(0.01)
         yield TokenEvent(1, "x")
+
+
+class Script:
+    """An engine that yields given events, raising those that are exceptions; notes its calls."""
+
+    def __init__(self, *events: Any) -> None:
+        self.events = events
+        self.calls: list[tuple[list[int], dict[str, Any], str]] = []
+
+    def __call__(
+        self, prompt_token_ids: list[int], sampling_params: dict[str, Any], cache_salt: str
+    ) -> Iterator[Any]:
+        self.calls.append((prompt_token_ids, sampling_params, cache_salt))
+        for event in self.events:
+            if isinstance(event, BaseException):
+                raise event
+            yield event
+
+
+def kv_of(tokens: Sequence[int]) -> NDArray[np.float32]:
+    """[2, 3, T, 5], where every number of a token is its id, negative in the values."""
+    ids = np.asarray(list(tokens), np.float32)[None, None, :, None]
+    return np.concatenate([ids, -ids]) * np.ones((2, 3, 1, 5), np.float32)
+
+
+class MemoryKV:
+    """A context that keeps chunks by salt and tokens, in this process; notes pins and releases."""
+
+    def __init__(self, chunk_size: int = CHUNK) -> None:
+        self.chunk_size = chunk_size
+        self.chunks: dict[tuple[str, str], NDArray[np.float32]] = {}
+        self.pinned: list[str] = []
+        self.released: list[str] = []
+
+    def lookup(self, tokens: Sequence[int], cache_salt: str = "") -> int:
+        return len(self._prefix(tokens, cache_salt)) * self.chunk_size
+
+    def retrieve(self, tokens: Sequence[int], cache_salt: str = "") -> Any:
+        chunks = self._prefix(tokens, cache_salt)
+        return np.concatenate(chunks, axis=2) if chunks else None
+
+    def store(self, kv: Any, tokens: Sequence[int], cache_salt: str = "") -> bool:
+        assert kv.shape[2] == len(tokens)
+        new = False
+        for index, key in enumerate(chunk_keys(tokens, self.chunk_size, model="")):
+            start = index * self.chunk_size
+            new |= (cache_salt, key) not in self.chunks
+            self.chunks[cache_salt, key] = kv[:, :, start : start + self.chunk_size].copy()
+        return new
+
+    def pin(self, cache_salt: str) -> None:
+        self.pinned.append(cache_salt)
+
+    def release(self, cache_salt: str) -> None:
+        self.released.append(cache_salt)
+        self.chunks = {key: kv for key, kv in self.chunks.items() if key[0] != cache_salt}
+
+    def close(self) -> None:
+        pass
+
+    def _prefix(self, tokens: Sequence[int], salt: str) -> list[NDArray[np.float32]]:
+        keys = [(salt, key) for key in chunk_keys(tokens, self.chunk_size, model="")]
+        stored = itertools.takewhile(self.chunks.__contains__, keys)
+        return [self.chunks[key] for key in stored]
 
 
 def pid_is_alive(pid: int) -> bool:

@@ -27,7 +27,11 @@ class ExpectedKV:
 def expected_kv(kv: Any) -> ExpectedKV:
     """The type, shape [2, L, T, D] and dtype of the KV given to an edit function."""
     kind = np.ndarray if isinstance(kv, np.ndarray) else type(kv)  # a memmap's copy is an ndarray
-    return ExpectedKV(kind, tuple(kv.shape), kv.dtype)
+    shape = tuple(getattr(kv, "shape", ()))
+    if len(shape) != 4:
+        got = f"of shape {list(shape)}" if shape else f"a {kind.__name__}"
+        raise KVError(f"KV must be an array [2, L, T, D], and this is {got}")
+    return ExpectedKV(kind, shape, kv.dtype)
 
 
 def describe(fn: Callable[..., Any]) -> str:
@@ -57,15 +61,17 @@ def check_edit(
 
 
 def _check_tokens(tokens: Any, where: str) -> array[int]:
-    if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence | np.ndarray):
-        tokens = getattr(tokens, "tolist", lambda: None)()  # a torch tensor of ids
-        if not isinstance(tokens, list):
-            raise KVError(f"{where} must return its tokens as a sequence of ints")
+    if hasattr(tokens, "tolist"):  # numpy arrays, torch tensors, arrays of another width
+        tokens = tokens.tolist()
+    if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence):
+        raise KVError(f"{where} must return its tokens as a sequence of ints")
     ids = array("i")
     try:
-        ids.extend(tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)
+        ids.extend(tokens)
     except (TypeError, OverflowError) as error:
         raise KVError(f"{where} returned tokens that are not token ids: {error}") from None
+    if bool in map(type, tokens):
+        raise KVError(f"{where} returned booleans as tokens: return the ids that a mask selects")
     if ids and min(ids) < 0:
         raise KVError(f"{where} returned a negative token id, {min(ids)}")
     return ids
@@ -99,15 +105,20 @@ def _check_info(info: Any, where: str) -> dict[str, Scalar] | None:
 def _check_key(key: Any, where: str) -> str:
     if not isinstance(key, str):
         raise KVError(f"{where} returned info with the key {key!r}, which is not a string")
-    return key
+    return str.__str__(key)
 
 
 def _plain(key: str, value: Any, where: str) -> Scalar:
-    """``value`` as a plain Python scalar (numpy and torch scalars have ``item()``)."""
+    """``value`` as a plain Python scalar (numpy and torch scalars have ``item()``).
+
+    A subclass, such as an enum's, may not be known in the process that it is sent to.
+    """
     if getattr(value, "ndim", 0) == 0 and hasattr(value, "item"):
         value = value.item()
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return str.__str__(value)
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -79,16 +79,26 @@ class _Arrivals:
                 )
         if event.text:
             self.parts.append(event.text)
-        self.finish = getattr(event, "finish_reason", None) or self.finish
+        finish = getattr(event, "finish_reason", None) or self.finish
+        if finish is not None and not isinstance(finish, str):
+            raise EngineError(
+                f"the engine sent the finish reason {finish!r}, which is not a string"
+            )
+        self.finish = finish
         cached = getattr(event, "cached_tokens", None)
         if cached is not None:
-            self.cached = cached
+            self.cached = array("i", [cached])[0]  # nothing else fits into a record
 
     def ended_by_itself(self, params: SamplingParams) -> bool:
         if self.finish is not None:
             return self.finish != "length"
         limit = params.get("max_tokens")
         return len(self.ids) < (1 if limit is None else limit)
+
+    def change(self, params: SamplingParams, suffix_tokens: tuple[int, ...]) -> Generated:
+        """What a pass that ended well adds to its stream."""
+        text, done = "".join(self.parts), self.ended_by_itself(params)
+        return Generated(self.ids.tobytes(), text, done, suffix_tokens)
 
 
 def generate_pass(
@@ -110,6 +120,7 @@ def generate_pass(
     """
     arrivals = _Arrivals()
     prompt = state.prompt(suffix_tokens)
+    change: Generated | None = None
     error: BaseException | None = None
     used, doubt, warning = records.UNKNOWN, "", ""
     start = time.perf_counter()
@@ -119,10 +130,8 @@ def generate_pass(
             raise KVError(doubt)
         start = time.perf_counter()
         guard = guard or PassGuard()
-        for event in guard.watch(engine(prompt.tolist(), dict(params), state.kv_salt)):
-            arrivals.take(event, time.perf_counter() - start)
-            if guard.stopped:
-                raise EngineError("the pass was cancelled")
+        events = guard.watch(engine(prompt.tolist(), dict(params), state.kv_salt))
+        _take_all(events, arrivals, start, guard)
         if arrivals.finish in _ENDED_BADLY:
             raise EngineError(f"the engine ended the request with {arrivals.finish!r}")
         if state.stored_tokens:
@@ -131,6 +140,7 @@ def generate_pass(
             if doubt and not warn_unused_kv:
                 raise KVError(doubt)
             used, warning = (0, doubt) if doubt else (used, "")
+        change = arrivals.change(params, suffix_tokens)
     except BaseException as caught:  # a user's SystemExit is a failed pass too
         error = caught
     end = time.perf_counter()
@@ -142,20 +152,29 @@ def generate_pass(
         used,
         (arrivals.finish or "").encode("ascii", "replace"),
     )
-    change = Generated(
-        arrivals.ids.tobytes(),
-        "".join(arrivals.parts),
-        arrivals.ended_by_itself(params),
-        suffix_tokens,
-    )
     return Outcome(
         np.array(row, records.GENERATE).tobytes(),
-        None if error else change,
+        change,
         error,
         arrivals.times.tobytes(),
         arrivals.counts.tobytes(),
         warning,
     )
+
+
+def _take_all(events: Iterable[Any], arrivals: _Arrivals, start: float, guard: PassGuard) -> None:
+    """Take every event. An iterator that is left early is closed, to free what it holds."""
+    try:
+        for event in events:
+            arrivals.take(event, time.perf_counter() - start)
+            if guard.stopped:
+                break
+    finally:
+        close = getattr(events, "close", None)
+        if close is not None:
+            close()
+    if guard.stopped:  # also when cancel() just made the iterator end
+        raise EngineError("the pass was cancelled")
 
 
 def _missing_kv(state: StreamState, contexts: Sequence[KVContext], prompt: Ids[int]) -> str:
