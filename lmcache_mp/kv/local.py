@@ -138,7 +138,7 @@ class ChunkStore:
                 with open(name, "r+b") as file:
                     chunk = array[:, :, begin : begin + self.chunk_size]
                     file.write(np.ascontiguousarray(chunk).data)
-                self._publish(name, paths[i])
+            self._publish(temporary, [paths[i] for i in missing])
         except OSError as error:
             raise KVError(
                 f"could not store KV in {self.directory}: {error}; free some space on its file "
@@ -241,10 +241,13 @@ class ChunkStore:
             os.utime(path, ns=(now_ns, now_ns))
         return True
 
-    def _publish(self, temporary: str, path: str) -> None:
-        """Give a written chunk its name, unless another process has stored the same meanwhile."""
-        if not self._touch(path, time.time_ns()):
-            os.replace(temporary, path)
+    def _publish(self, temporary: Sequence[str], paths: Sequence[str]) -> None:
+        """Give written chunks their names; a file that has one is torn, or the same chunk."""
+        with self._account() as account:  # so that a count misses no file between two names
+            for name, path in zip(temporary, paths, strict=True):
+                replaced = os.stat(path).st_size if os.path.exists(path) else 0
+                os.replace(name, path)
+                account.used -= replaced
 
     def _reserve(self, folder: str, chunks: int, keep: Collection[str]) -> list[str]:
         """Make room and temporary files for ``chunks`` chunks; the files' sizes are the claim."""
