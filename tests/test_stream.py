@@ -200,6 +200,15 @@ def test_done_and_how_it_is_cleared(context: MemoryKV) -> None:
     assert not stream.is_done()
 
 
+def test_done_is_what_the_last_pass_says(context: MemoryKV) -> None:
+    engine = Script(TokenEvent(100, "", "stop"))
+    stream = create_request(context, engine, PROMPT)
+    stream.generate({})
+    engine.events = (TokenEvent(100, "", "length"),)
+    stream.generate({})
+    assert not stream.is_done()
+
+
 def test_a_failed_pass_adds_nothing_and_can_be_repeated(context: MemoryKV) -> None:
     engine = Script(TokensEvent([1, 2], "ab"), EngineError("broke off"))
     stream = create_request(context, engine, PROMPT)
@@ -253,6 +262,17 @@ def test_retrieve_kv_gives_the_prompts_whole_chunks(stream: LMCacheStream) -> No
 def test_retrieve_kv_of_a_stream_that_was_not_prefilled(stream: LMCacheStream) -> None:
     with pytest.raises(KVError, match="0 of 8 tokens"):
         stream.retrieve_kv(timeout=0)
+
+
+def test_chunks_that_generated_tokens_complete_are_not_waited_for(
+    context: MemoryKV, engine: StoringEngine
+) -> None:
+    stream = create_request(context, engine, PROMPT)
+    stream.generate({"max_tokens": 3})
+    assert len(stream.tokens) == 3 * CHUNK
+    assert stream.retrieve_kv(timeout=0).shape[2] == 2 * CHUNK
+    stream.generate({"max_tokens": 1})
+    assert stream.retrieve_kv(timeout=0).shape[2] == 3 * CHUNK
 
 
 def test_prefill_edit_decode(

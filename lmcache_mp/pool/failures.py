@@ -17,7 +17,7 @@ import lmcache_mp
 from lmcache_mp.errors import RemoteError
 from lmcache_mp.pool.messages import Failure
 
-_OWN_CODE = os.path.dirname(os.path.abspath(lmcache_mp.__file__))
+_OWN_CODE = os.path.join(os.path.dirname(os.path.abspath(lmcache_mp.__file__)), "")
 
 
 class RemoteTraceback(Exception):

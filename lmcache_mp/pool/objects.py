@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import io
 import threading
@@ -71,10 +73,17 @@ def _parts(thing: object) -> Iterator[tuple[str, object]]:
     if inspect.ismethod(thing):
         yield "self", thing.__self__
         return
+    if isinstance(thing, functools.partial):
+        yield "func", thing.func
+        yield from ((f"args[{index}]", value) for index, value in enumerate(thing.args))
+        yield from thing.keywords.items()
+        return
     if inspect.isfunction(thing):
-        variables = inspect.getclosurevars(thing)
-        yield from variables.nonlocals.items()
-        yield from variables.globals.items()
+        for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # a variable without a value yet
+                yield name, cell.cell_contents
+        names = [name for name in thing.__code__.co_names if name in thing.__globals__]
+        yield from ((name, thing.__globals__[name]) for name in names)
         defaults = inspect.signature(thing).parameters.values()
         yield from ((p.name, p.default) for p in defaults if p.default is not p.empty)
         return
@@ -82,8 +91,10 @@ def _parts(thing: object) -> Iterator[tuple[str, object]]:
         yield from ((str(key), value) for key, value in thing.items())
     elif isinstance(thing, list | tuple):
         yield from ((f"[{index}]", value) for index, value in enumerate(thing))
-    elif hasattr(thing, "__dict__"):
-        yield from vars(thing).items()
+    else:
+        yield from getattr(thing, "__dict__", {}).items()
+        slots = [name for kind in type(thing).__mro__ for name in vars(kind).get("__slots__", ())]
+        yield from ((name, getattr(thing, name)) for name in slots if hasattr(thing, name))
 
 
 def _is_lock(thing: object) -> bool:
