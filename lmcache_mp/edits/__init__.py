@@ -1,0 +1,1 @@
+"""Ready edit functions, and what edits need."""
