@@ -190,7 +190,8 @@ class Llama:
         by_head += mask
         _softmax(by_head)
         mixed: F32 = (scores @ values).reshape(kv_heads, group, rows, width)
-        return mixed.transpose(2, 0, 1, 3).reshape(rows, heads * width)
+        by_row: F32 = mixed.transpose(2, 0, 1, 3).reshape(rows, heads * width)
+        return by_row
 
     def _padded(self, x: F32) -> F32:
         """Rows [n, E], filled up with zeros to the quantum that makes rows equal."""
