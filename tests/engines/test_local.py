@@ -10,13 +10,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from pathlib import Path
 
 import cloudpickle
 import numpy as np
 import pytest
-from lmcache_mp.engines.llama import Llama
 
+from lmcache_mp.engines.llama import Llama
 from lmcache_mp.engines.local import LocalContext, connect_local
 from lmcache_mp.errors import EngineError, KVError, UsageError
 from lmcache_mp.kv.context import KVContext, PinningContext
@@ -399,6 +400,23 @@ def test_passes_given_up_free_their_slots(ctx, work, how):
     work.clear()
     assert len(run(ctx, prompt_of(20), **GREEDY)) == 12
     assert sum(rows for what, rows in work if what == "decode") == 11
+
+
+def test_a_finished_pass_holds_no_kv(ctx, monkeypatch):
+    caches = []
+    new_cache = Llama.new_cache
+
+    def noted(self):
+        cache = new_cache(self)
+        caches.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr(Llama, "new_cache", noted)
+    events = ctx.post_completion(prompt_of(20), {**GREEDY, "max_tokens": 3}, "")
+    next(events)
+    assert caches[0]() is not None
+    assert len(list(events)) == 2
+    assert caches[0]() is None
 
 
 def test_a_slow_consumer_does_not_hold_up_the_others(ctx):
