@@ -57,11 +57,16 @@ class Tokenizer:
     """
 
     def __init__(self, material: TokenizerMaterial) -> None:
-        """UsageError: a kind of vocabulary that is neither byte-level BPE nor SentencePiece."""
+        """UsageError: a kind of vocabulary that has no text here, or a broken one."""
         if material.kind not in ("gpt2", "bytes", "llama"):
             raise UsageError(
                 f"the model has a vocabulary of kind {material.kind!r}, whose tokens can't be "
                 "turned into text; there are: gpt2 (byte-level BPE), llama (SentencePiece)"
+            )
+        if len(material.types) not in (0, len(material.tokens)):
+            raise UsageError(
+                f"the model's vocabulary is broken: {len(material.tokens)} tokens, but "
+                f"{len(material.types)} token types"
             )
         self._material = material
         self._types = material.types or (_NORMAL,) * len(material.tokens)
@@ -121,8 +126,9 @@ class Tokenizer:
         """Token ids of a conversation up to where the assistant's next message begins.
 
         ``messages``: ``[{"role": ..., "content": ...}, ...]``, written out by the model's chat
-        template (Jinja, in a sandbox). UsageError: messages the template does not take, or no
-        template; MissingExtraError: a package is missing.
+        template (Jinja, in a sandbox). Special tokens that a message contains count as such.
+        UsageError: messages the template does not take, or no template; MissingExtraError: a
+        package is missing.
         """
         conversation = _checked(messages)
         if self._material.kind == "bytes":
