@@ -138,6 +138,7 @@ class ChunkStore:
                 with open(name, "r+b") as file:
                     chunk = array[:, :, begin : begin + self.chunk_size]
                     file.write(np.ascontiguousarray(chunk).data)
+                os.utime(name, ns=(now, now))  # else a prefix would be older than its tail
             self._publish(temporary, [paths[i] for i in missing])
         except OSError as error:
             raise KVError(

@@ -216,6 +216,7 @@ def test_least_recently_used_chunks_go_first(tmp_path):
 def test_a_tail_goes_before_its_prefix(tmp_path):
     store = open_store(tmp_path, capacity_chunks=10)
     put(store, 0, chunks=8)
+    assert len({path.stat().st_mtime_ns for path in chunk_files(tmp_path)}) == 1
     age(tmp_path, 10)
     put(store, 1, chunks=4)
     assert store.lookup(sequence(0, 8)) == 5 * CHUNK
