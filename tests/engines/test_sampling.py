@@ -125,7 +125,7 @@ def test_barred_tokens_are_never_chosen_and_logits_are_left_alone():
     before = LOGITS.copy()
     assert draw(LOGITS, 500, barred=[1, 3])[[1, 3]].tolist() == [0, 0]
     assert draw(LOGITS, 3, barred=[1], temperature=0)[3] == 1
-    assert (LOGITS == before).all()
+    assert (before == LOGITS).all()
 
 
 def choices(seed, prompt):

@@ -216,11 +216,15 @@ def test_least_recently_used_chunks_go_first(tmp_path):
 def test_a_tail_goes_before_its_prefix(tmp_path):
     store = open_store(tmp_path, capacity_chunks=10)
     put(store, 0, chunks=8)
-    assert len({path.stat().st_mtime_ns for path in chunk_files(tmp_path)}) == 1
     age(tmp_path, 10)
     put(store, 1, chunks=4)
     assert store.lookup(sequence(0, 8)) == 5 * CHUNK
     assert store.lookup(sequence(1, 4)) == 4 * CHUNK
+
+
+def test_chunks_stored_together_are_equally_old_however_long_it_took(tmp_path):
+    put(open_store(tmp_path), 0, chunks=900)
+    assert len({path.stat().st_mtime_ns for path in chunk_files(tmp_path)}) == 1
 
 
 def test_storing_a_tail_keeps_its_own_prefix(tmp_path):
