@@ -406,8 +406,8 @@ def test_a_finished_pass_holds_no_kv(ctx, monkeypatch):
     caches = []
     new_cache = Llama.new_cache
 
-    def noted(self):
-        cache = new_cache(self)
+    def noted(self, **kind):
+        cache = new_cache(self, **kind)
         caches.append(weakref.ref(cache))
         return cache
 
