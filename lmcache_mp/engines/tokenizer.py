@@ -198,9 +198,7 @@ class TextStream:
 
     def flush(self) -> str:
         """What is left: U+FFFD for an incomplete character. The stream can be used again."""
-        rest = self._decoder.decode(b"", True)
-        self._decoder.reset()
-        return rest
+        return self._decoder.decode(b"", True)
 
 
 # --- encoders -------------------------------------------------------------------------------------

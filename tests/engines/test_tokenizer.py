@@ -23,7 +23,7 @@ PRES = ("default", "gpt-2", "smollm", "llama-bpe", "llama3", "qwen2")
 
 def material(pre="gpt-2", **changes):
     """A byte-level vocabulary: every byte, a few merges, special and user-defined tokens."""
-    tokens = (*SPECIAL, *ALPHABET, *MERGED, "<user é>")
+    tokens = (*SPECIAL, *ALPHABET, *MERGED, "<usé>")
     normal = len(ALPHABET) + len(MERGED)
     plain = TokenizerMaterial(
         kind="gpt2",
@@ -127,8 +127,8 @@ def test_special_tokens_in_the_text_become_their_ids_and_have_no_text():
 
 def test_a_user_defined_token_is_its_text():
     tokens = material().tokens
-    assert BPE.encode("a<user é>") == [*BPE.encode("a"), len(tokens) - 1]
-    assert BPE.decode([len(tokens) - 1]) == "<user é>"
+    assert BPE.encode("a<usé>") == [*BPE.encode("a"), len(tokens) - 1]
+    assert BPE.decode([len(tokens) - 1]) == "<usé>"
 
 
 def test_the_beginning_of_the_sequence_is_added_once_and_only_if_the_model_wants_it():
@@ -157,6 +157,14 @@ def test_bytes_need_no_special_tokens():
     tokens = tuple(f"<0x{byte:02X}>" for byte in range(256))
     plain = Tokenizer(material(kind="bytes", tokens=tokens, types=(6,) * 256, merges=()))
     assert plain.encode("<é>") == list("<é>".encode())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bytes"])
+def test_the_longest_special_token_is_found(kind):
+    tokens = (*material().tokens, "<a>", "<a><b>")
+    types = (*material().types, 3, 3)
+    tokenizer = Tokenizer(material(kind=kind, tokens=tokens, types=types))
+    assert tokenizer.encode("<a><b><a>") == [len(tokens) - 1, len(tokens) - 2]
 
 
 def test_sentencepiece_is_decoded_but_not_encoded():
@@ -224,7 +232,7 @@ assistant:
 
 def test_a_template_may_refuse_messages():
     template = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}a"
-    tokenizer = Tokenizer(material(chat_template=template))
+    tokenizer = Tokenizer(material(chat_template=template, add_bos=True))
     assert tokenizer.chat([{"role": "user", "content": ""}]) == BPE.encode("a")
     with pytest.raises(UsageError, match="refuses the messages: user first"):
         tokenizer.chat([{"role": "system", "content": ""}])
