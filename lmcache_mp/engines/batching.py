@@ -111,7 +111,7 @@ class Batcher:
     def _prefill(self, new: _Pass) -> None:
         try:
             new.edited = self._store.pinned(new.salt)
-            new.cache = cache = self._model.new_cache()
+            new.cache = cache = self._model.new_cache(edited=new.edited)
             reused = load(self._store, new.prompt, new.salt, cache, new.edited)
             logits = self._model.prefill(new.prompt[reused:], cache)
             if not new.edited:

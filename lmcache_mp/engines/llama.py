@@ -35,17 +35,19 @@ BLOCK = 256
 MOST_ROWS = 8
 
 _WEIGHT_ROWS = 64
-_QUANTA = (32, 64, 128, BLOCK)
+_QUANTA = (24, 32, 48, 64, 96, 128, BLOCK)
 
 
 class KVCache:
     """The KV of one stream: it grows as tokens are computed.
 
     ``position`` is the RoPE position of the next token; it differs from ``length`` only where KV
-    was loaded whose tokens kept their old positions.
+    was loaded whose tokens kept their old positions. With ``edited`` it holds KV that no prefill
+    made: nobody else will compute the same rows, so they need no padding to be equal.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, edited: bool = False) -> None:
+        self.edited = edited
         shape = (config.layers, config.kv_heads, 0, config.head_dim)
         self.keys: F32 = np.zeros(shape, np.float32)
         self.values: F32 = np.zeros(shape, np.float32)
@@ -57,7 +59,7 @@ class KVCache:
         layers, heads, room, width = self.keys.shape
         if tokens <= room:
             return
-        room = -(-tokens // BLOCK) * BLOCK
+        room = _whole(tokens, BLOCK)
         for name in ("keys", "values"):
             grown: F32 = np.zeros((layers, heads, room, width), np.float32)
             grown[:, :, : self.length] = getattr(self, name)[:, :, : self.length]
@@ -103,9 +105,9 @@ class Llama:
         """The model of that name or path; see :func:`open_weights`."""
         return cls(open_weights(model))
 
-    def new_cache(self) -> KVCache:
-        """An empty cache for a stream of this model."""
-        return KVCache(self.config)
+    def new_cache(self, *, edited: bool = False) -> KVCache:
+        """An empty cache for a stream of this model; see :class:`KVCache`."""
+        return KVCache(self.config, edited)
 
     def prefill(self, tokens: ArrayLike, cache: KVCache, *, all_logits: bool = False) -> F32:
         """Compute ``tokens`` [n], which follow those of ``cache``, and append their KV.
@@ -115,7 +117,7 @@ class Llama:
         ids = np.asarray(tokens, np.int64)
         if not len(ids):
             raise ValueError("prefill needs at least one token")
-        cache.reserve(-(-(cache.length + len(ids)) // BLOCK) * BLOCK)
+        cache.reserve(_whole(cache.length + len(ids), BLOCK))
         hidden: list[F32] = []
         start = 0
         while start < len(ids):
@@ -161,10 +163,12 @@ class Llama:
     def _prefill_block(self, ids: NDArray[np.int64], cache: KVCache) -> F32:
         """Hidden states [n, E] of tokens within one block, whose KV is appended."""
         count, start = len(ids), cache.length
-        x = self._padded(self._weights.embedding[ids])
+        x = self._weights.embedding[ids]
+        if not cache.edited:
+            x = self._padded(x)
         positions = np.arange(cache.position, cache.position + len(x))
         cos, sin = self.config.rope.tables(positions)
-        span = -(-(start + count) // BLOCK) * BLOCK
+        span = _whole(start + count, BLOCK)
         mask = np.triu(np.full((len(x), span), -np.inf, np.float32), start + 1)
         for index, layer in enumerate(self._weights.layers):
             q, k, v = self._split(self._norm(x, layer.norm_attention) @ layer.qkv.T, cos, sin)
@@ -195,10 +199,8 @@ class Llama:
 
     def _padded(self, x: F32) -> F32:
         """Rows [n, E], filled up with zeros to the quantum that makes rows equal."""
-        rows = -(-len(x) // self._paddings.prefill) * self._paddings.prefill
-        if rows == len(x):
-            return x
-        return np.concatenate([x, np.zeros((rows - len(x), x.shape[1]), np.float32)])
+        missing = _whole(len(x), self._paddings.prefill) - len(x)
+        return np.concatenate([x, np.zeros((missing, x.shape[1]), np.float32)]) if missing else x
 
     # --- decode -----------------------------------------------------------------------------------
 
@@ -212,8 +214,8 @@ class Llama:
         grouped = q.reshape(len(keys), heads // len(keys), width)
         scores = grouped @ keys.transpose(0, 2, 1)
         _softmax(scores)
-        mixed: F32 = scores @ cache.values[layer, :, : position + 1]
-        return mixed.reshape(heads * width)
+        mixed: F32 = (scores @ cache.values[layer, :, : position + 1]).reshape(heads * width)
+        return mixed
 
     def _project(self, x: F32, weights: F32) -> F32:
         """x [B, k] times weights [n, k], B at most 8: [B, n]; a row's bits do not depend on B."""
@@ -288,34 +290,36 @@ def measure_paddings(weights: Weights) -> Paddings:
     """
     layer = weights.layers[0]
     matrices = [layer.qkv, layer.out, layer.gate_up, layer.down]
-    random = np.random.default_rng(0)
-    width = max(matrix.shape[1] for matrix in matrices)
-    x = random.standard_normal((BLOCK, width), np.float32)
-    quantum = next(q for q in _QUANTA if _prefill_rows_equal(x, matrices, weights.config, q))
-    few = [x[:MOST_ROWS, : matrix.shape[1]] for matrix in matrices]
-    pairs = list(zip(few, matrices, strict=True))
-    least = 2 if all(_decode_rows_equal(rows, matrix) for rows, matrix in pairs) else MOST_ROWS
+    quantum = next(q for q in _QUANTA if _prefill_rows_equal(matrices, weights.config, q))
+    least = 2 if all(map(_decode_rows_equal, matrices)) else MOST_ROWS
     return Paddings(quantum, least)
 
 
-def _prefill_rows_equal(x: F32, matrices: Sequence[F32], config: LlamaConfig, quantum: int) -> bool:
+def _prefill_rows_equal(matrices: Sequence[F32], config: LlamaConfig, quantum: int) -> bool:
     if quantum == BLOCK:
         return True
-    counts = range(quantum, BLOCK, 3 * quantum)
+    most = _whole(BLOCK, quantum)
+    random = np.random.default_rng(0)
+    counts = range(quantum, most, 3 * quantum)
     for matrix in matrices:
-        rows = x[:, : matrix.shape[1]]
+        rows = random.standard_normal((most, matrix.shape[1]), np.float32)
         whole = rows @ matrix.T
         if not all(np.array_equal(rows[:n] @ matrix.T, whole[:n]) for n in counts):
             return False
     group, width = config.heads // config.kv_heads, config.head_dim
-    queries = np.resize(x, (BLOCK, group, width)).transpose(1, 0, 2)
+    queries = random.standard_normal((group, most, width), np.float32)
     for span in (BLOCK, 3 * BLOCK):
-        keys = np.resize(x, (span, width))
+        keys = random.standard_normal((span, width), np.float32)
         whole = _attention_products(queries, keys)
         for n in counts:
             if not np.array_equal(_attention_products(queries[:, :n], keys), whole[:, :n]):
                 return False
     return True
+
+
+def _whole(count: int, quantum: int) -> int:
+    """``count`` rounded up to a multiple of ``quantum``."""
+    return -(-count // quantum) * quantum
 
 
 def _attention_products(queries: F32, keys: F32) -> F32:
@@ -327,7 +331,8 @@ def _attention_products(queries: F32, keys: F32) -> F32:
     return mixed.reshape(group, rows, width)
 
 
-def _decode_rows_equal(x: F32, matrix: F32) -> bool:
+def _decode_rows_equal(matrix: F32) -> bool:
+    x = np.random.default_rng(0).standard_normal((MOST_ROWS, matrix.shape[1]), np.float32)
     whole = multiply_rows(x, matrix, MOST_ROWS)
     return all(
         np.array_equal(multiply_rows(x[:n], matrix, 2), whole[:n]) for n in range(1, MOST_ROWS)

@@ -62,7 +62,7 @@ class PinningContext(Protocol):
 
 
 def check_salt(salt: str) -> str:
-    """``salt`` itself, or a UsageError: LMCache takes 128 characters at most and none of @ / \\ NUL."""
+    """``salt`` itself, or a UsageError: LMCache takes at most 128 characters, no @ / \\ NUL."""
     if not isinstance(salt, str):
         raise UsageError(f"cache_salt must be a string, not {type(salt).__name__}")
     if len(salt) > _MAX_SALT:
