@@ -11,7 +11,7 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,12 @@ from lmcache_mp.arguments import (
     select_ids,
 )
 from lmcache_mp.engines.engine import SamplingParams
-from lmcache_mp.errors import LMCacheBatchedStreamError, StreamIdError, UsageError
+from lmcache_mp.errors import (
+    LMCacheBatchedStreamError,
+    StreamIdError,
+    UsageError,
+    WorkerDied,
+)
 from lmcache_mp.metrics.formats import check_format, check_width
 from lmcache_mp.metrics.report import Metrics
 from lmcache_mp.phases import PassResult, PerfMetrics, PhaseResult, not_run, result_of
@@ -68,7 +73,9 @@ class LMCacheBatchedStream:
     ``name``: goes into reports as the column ``run``.
     ``seed``: of the random numbers that edits are given.
     ``on_error``: "raise" an error that carries all failures after every stream has ended, or
-    "collect" them in the Metrics. ``retries``: how often a pass lost with its worker is repeated.
+    "collect" them in the Metrics.
+    ``timeout``: seconds that a stream's pass may take once its worker has begun it; None is no
+    limit. ``retries``: how often a pass lost with its worker is repeated.
     ``compute_threads``: BLAS and torch threads of a worker.
     ``start_method``: "forkserver" or "spawn"; None is forkserver where there is one.
     ``max_restarts``: how many deaths of workers a phase survives.
@@ -85,6 +92,7 @@ class LMCacheBatchedStream:
         name: str | None = None,
         seed: int = 0,
         on_error: str = "raise",
+        timeout: float | None = None,
         retries: int = 0,
         compute_threads: int = 1,
         start_method: str | None = None,
@@ -96,6 +104,9 @@ class LMCacheBatchedStream:
         self._name = name
         self._seed = seed
         self._raise = check_choice(on_error, ("raise", "collect"), "on_error") == "raise"
+        self._timeout = (
+            None if timeout is None else check_seconds(timeout, "timeout", positive=True)
+        )
         self._retries = check_count(retries + 1, "retries + 1") - 1
         self._compute_threads = check_count(compute_threads, "compute_threads")
         self._start_method = choose_start_method(start_method, self._compute_threads)
@@ -104,6 +115,7 @@ class LMCacheBatchedStream:
         self._warn_unused = check_choice(on_unused_kv, ("raise", "warn"), "on_unused_kv") == "warn"
         self._members: dict[str, _Member] = {}
         self._order: list[str] = []
+        self._labels: list[str] = []
         self._custom_ids: set[str] = set()
         self._objects = UserObjects()
         self._nonce = uuid.uuid4().hex
@@ -147,6 +159,7 @@ class LMCacheBatchedStream:
             len(self._order), stream, custom_id, own, group, engine, contexts
         )
         self._order.append(stream_id)
+        self._labels.append(custom_id if custom_id is not None else stream_id)
         if custom_id is not None:
             self._custom_ids.add(custom_id)
         return stream_id
@@ -388,14 +401,21 @@ class LMCacheBatchedStream:
         selected: list[str],
     ) -> PhaseResult:
         results: dict[str, PassResult] = {}
-        begin = time.perf_counter()
+        on_end = partial(self._on_end, phase, results)
+        begin = started = time.perf_counter()
         if selected:
-            self._start()
-        started = time.perf_counter()
+            try:
+                self._start()
+            except WorkerDied as error:
+                for stream, _ in plan.work:
+                    on_end(Lost(stream, -1, 0, error.pid, error))
+                plan = replace(plan, work=())
+            started = time.perf_counter()
+        if plan.work:
+            self._ensure_pool().run(
+                plan, work, objects, self._adopted, on_end, phase, self._timeout
+            )
         self._setup_s = started - begin
-        if selected:
-            on_end = partial(self._on_end, phase, results)
-            self._ensure_pool().run(plan, work, objects, self._adopted, on_end, phase)
         duration = time.perf_counter() - started if selected else 0.0
         ordered = {key: results[key] for key in selected}
         wall = records.wall_clock(started)
@@ -433,9 +453,11 @@ class LMCacheBatchedStream:
             contexts = [c for m in self._members.values() for c in m.stream.contexts]
             devices = {getattr(context, "device", "cpu") for context in contexts}
             settings = WorkerSettings(
-                self._start_method, self._compute_threads, self._env, devices <= {"cpu"}
+                self._start_method, self._compute_threads, self._env, devices <= {"cpu"}, self._seed
             )
-            self._pool = Pool(settings, self._objects, self._max_restarts)
+            self._pool = Pool(
+                settings, self._objects, self._max_restarts, self._order, self._labels
+            )
             self._finalizer = weakref.finalize(self, self._pool.close)
         return self._pool
 
@@ -448,7 +470,7 @@ class LMCacheBatchedStream:
             for c in m.stream.contexts
         ]
         size = min([cores, max(1, len(self._members)), *(bounds if self._workers is None else [])])
-        return self._ensure_pool().start(size)
+        return self._ensure_pool().start(size, self._timeout)
 
     def _adopted(self, index: int) -> Adopted:
         stream_id = self._order[index]

@@ -26,6 +26,10 @@ class KVError(LMCacheStreamError):
     """KV is missing, incomplete, mis-shaped, was not stored, or was not used."""
 
 
+class StreamTimeout(LMCacheStreamError, TimeoutError):
+    """A stream's pass took longer than the batch's ``timeout``."""
+
+
 class UsageError(LMCacheMPError, ValueError):
     """A wrong call, found before anything was sent: nothing has changed."""
 
@@ -41,7 +45,8 @@ class WorkerDied(LMCacheMPError):
     """A worker process ended while streams were in flight on it.
 
     ``pid`` is the process, ``exit_code`` its exit code (negative for a signal, None if unknown),
-    ``phase`` the phase it was in, and ``stream_ids`` the streams in flight.
+    ``phase`` the phase it was in, ``stream_ids`` the stream that was lost, and ``crash_report``
+    faulthandler's output for a crash in C.
     """
 
     def __init__(
@@ -52,8 +57,10 @@ class WorkerDied(LMCacheMPError):
         exit_code: int | None = None,
         phase: str | None = None,
         stream_ids: tuple[str, ...] = (),
+        crash_report: str = "",
     ) -> None:
         super().__init__(message)
+        self.crash_report = crash_report
         self.pid = pid
         self.exit_code = exit_code
         self.phase = phase

@@ -39,15 +39,16 @@ def result_of(end: Done | Lost, stream_id: str, phase: str) -> PassResult:
     """A pass' end, as a worker reported it or as its worker's death left it."""
     if isinstance(end, Lost):
         label = PassLabel(stream_id, end.stream, end.attempt, end.worker)
-        row = label.failed_row(row_dtype(phase), end.error.pid or 0)
+        row = label.failed_row(row_dtype(phase), end.pid or 0)
         failure = StreamFailure(
             stream_id,
             phase,
             end.error,
             type(end.error).__name__,
             str(end.error),
-            worker_pid=end.error.pid,
-            exit_code=end.error.exit_code,
+            getattr(end.error, "crash_report", ""),
+            end.pid,
+            getattr(end.error, "exit_code", None),
         )
         return PassResult(row, failure=failure)
     if end.failure is not None:

@@ -85,14 +85,17 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def sweep() -> None:
-    """Remove this user's directories whose holders were all killed."""
+def sweep() -> int:
+    """Remove this user's directories whose holders were all killed; returns how many are held."""
     if fcntl is None:
-        return
+        return 0
+    held = 0
     for path in Path(tempfile.gettempdir()).glob(_PREFIX + "*"):
         with contextlib.suppress(OSError):
             if path.lstat().st_uid == os.getuid() and not path.is_symlink():
                 _remove_if_free(path)
+                held += path.exists()
+    return held
 
 
 def _remove_if_free(path: Path) -> None:

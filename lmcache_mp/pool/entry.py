@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 import select
 import signal
 import socket
 import sys
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,20 +19,53 @@ if TYPE_CHECKING:
 #: Linux' fcntl commands that Python's module does not name everywhere: fcntl(2).
 _F_SETSIG = 10
 
+#: Enough open files for any number of streams; some systems' hard limit costs memory.
+_MOST_FILES = 1 << 20
+
+
+@dataclass(frozen=True)
+class WorkerInheritance:
+    """What a worker takes over from its parent when it starts."""
+
+    index: int
+    environment: dict[str, str]
+    seed: int
+    log_level: int
+
 
 def worker_main(
-    queues: Connection, lifeline: Connection, index: int, environment: dict[str, str]
+    queues: Connection, lifeline: Connection, crash: Connection, inherited: WorkerInheritance
 ) -> None:
-    """Run a worker until it is told to close; ``environment`` replaces the inherited one."""
-    os.environ.clear()
-    os.environ.update(environment)
-    hold_lifeline(lifeline)
+    """Run a worker until it is told to close; its environment replaces the one it started with."""
     # A handler, and not SIG_IGN, as that would be inherited by the user's subprocesses: the parent
-    # alone decides what Ctrl-C means.
+    # alone decides what Ctrl-C means. It was held back while the process started.
     signal.signal(signal.SIGINT, lambda signum, frame: None)
-    from lmcache_mp.pool.worker import Worker
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    os.environ.clear()
+    os.environ.update(inherited.environment)
+    hold_lifeline(lifeline)
+    faulthandler.enable(file=crash.fileno())
+    raise_file_limit()
+    from lmcache_mp.pool.worker import Worker, seed_random_streams
 
-    Worker(socket.socket(fileno=os.dup(queues.fileno())), index).run()
+    seed_random_streams(inherited.seed, inherited.index)
+    sock = socket.socket(fileno=os.dup(queues.fileno()))
+    queues.close()
+    Worker(sock, inherited.index, inherited.log_level).run()
+
+
+def raise_file_limit() -> None:
+    """As many open files as the system allows: each stream of a remote engine holds a socket."""
+    try:
+        import resource  # not on every platform
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def hold_lifeline(lifeline: Connection) -> None:

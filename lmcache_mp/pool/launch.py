@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -19,7 +21,7 @@ from multiprocess import forkserver
 from multiprocess.connection import Connection
 
 from lmcache_mp.errors import UsageError
-from lmcache_mp.pool.entry import worker_main
+from lmcache_mp.pool.entry import WorkerInheritance, worker_main
 from lmcache_mp.pool.queues import ParentEnd
 
 START_METHODS = ("forkserver", "spawn")
@@ -63,6 +65,7 @@ class WorkerSettings:
     compute_threads: int = 1
     env: Mapping[str, str] | None = None
     hide_gpus: bool = True
+    seed: int = 0
 
     def environment(self) -> dict[str, str]:
         """The worker's whole environment: the parent's of today, thread limits, then ``env``."""
@@ -101,21 +104,27 @@ class WorkerProcess:
         mine, theirs = socket.socketpair()
         child_end = Connection(theirs.detach())
         line = Connection(os.dup(lifeline.reader), writable=False)
-        arguments = (child_end, line, index, settings.environment())
+        self._crash_file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the worker
+        crash = Connection(os.dup(self._crash_file.fileno()), readable=False)
+        inherited = WorkerInheritance(
+            index, settings.environment(), settings.seed, logging.getLogger().level
+        )
+        arguments = (child_end, line, crash, inherited)
         self._process = context.Process(
             target=worker_main, args=arguments, name=f"lmcache_mp-worker-{index}", daemon=False
         )
         try:
-            with _starting, _hidden_main():
+            with _starting, _hidden_main(), _interrupts_blocked():
                 if settings.start_method == "forkserver":
                     _ensure_forkserver(context)
                 self._process.start()
         finally:
-            child_end.close()
-            line.close()
+            for end in (child_end, line, crash):
+                end.close()
         self.index = index
         self.pid: int = self._process.pid
         self.queues = ParentEnd(mine)
+        self.talks = True
         self._pidfd = _open_pidfd(self.pid)
         _close_in_forked_children(self.queues)
 
@@ -134,6 +143,20 @@ class WorkerProcess:
         code: int | None = self._process.exitcode
         return code
 
+    def crash_report(self) -> str:
+        """What faulthandler wrote when C code crashed in the process."""
+        self._crash_file.seek(0)
+        return self._crash_file.read().decode("utf-8", "replace").strip()
+
+    def exchange(self) -> list[bytes]:
+        """Write and read what the socket has room and data for."""
+        self.queues.flush()
+        if not self.talks:
+            return []
+        frames, closed = self.queues.receive()
+        self.talks = not closed
+        return frames
+
     def kill(self) -> None:
         """End the process now."""
         with contextlib.suppress(ProcessLookupError):
@@ -151,6 +174,7 @@ class WorkerProcess:
     def dispose(self) -> None:
         """Release what the parent holds of an ended process."""
         self.queues.close()
+        self._crash_file.close()
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
@@ -159,19 +183,33 @@ class WorkerProcess:
             self._process.close()
 
 
-def end_all(workers: list[WorkerProcess], grace: float) -> None:
-    """Wait for workers that were told to close; kill what is left after ``grace`` seconds."""
+def end_all(workers: list[WorkerProcess], grace: float) -> list[bytes]:
+    """Wait for workers that were told to close; kill what is left after ``grace`` seconds.
+
+    Returns the frames that they sent meanwhile.
+    """
     deadline = time.monotonic() + grace
-    for worker in workers:
-        while worker.queues.waiting and time.monotonic() < deadline:
-            worker.queues.flush()
-            if worker.has_ended(0.01):
-                break
-        if not worker.has_ended(max(0.0, deadline - time.monotonic())):
-            worker.kill()
+    frames: list[bytes] = []
+    left = list(workers)
+    while left and time.monotonic() < deadline:
+        with selectors.DefaultSelector() as selector:
+            for worker in left:
+                selector.register(worker.exit_fd, selectors.EVENT_READ)
+                events = selectors.EVENT_READ if worker.talks else 0
+                events |= selectors.EVENT_WRITE if worker.queues.waiting else 0
+                if events:
+                    selector.register(worker.queues, events)
+            selector.select(max(0.0, deadline - time.monotonic()))
+        for worker in left:
+            frames += worker.exchange()
+        left = [worker for worker in left if not worker.has_ended()]
+    for worker in left:
+        worker.kill()
     for worker in workers:
         worker.has_ended(1.0)
+        frames += worker.exchange()
         worker.dispose()
+    return frames
 
 
 def _open_pidfd(pid: int) -> int | None:
@@ -205,13 +243,26 @@ def _hidden_main() -> Iterator[None]:
                 main.__file__ = file
 
 
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Children that start meanwhile hold Ctrl-C back until they can ignore it (see entry.py)."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _ensure_forkserver(context: multiprocess.context.ForkServerContext) -> None:
     """Start the forkserver, if none runs, with BLAS limited before it loads numpy."""
     limits = _thread_limits(1)
     before = {name: os.environ.get(name) for name in limits}
     os.environ.update(limits)
     try:
-        context.set_forkserver_preload(["lmcache_mp.pool.worker"])
+        context.set_forkserver_preload(["lmcache_mp.pool.preload"])
         forkserver.ensure_running()
     finally:
         for name, value in before.items():

@@ -85,12 +85,16 @@ Work = Generate | Modify
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Do ``work`` for these streams; ``generation`` is the phase, ``attempt`` counts from 1."""
+    """Do ``work`` for these streams; ``generation`` is the phase, ``attempt`` counts from 1.
+
+    With ``announce`` the worker says of each pass that it begins: a timeout counts from there.
+    """
 
     generation: int
     work: Work
     streams: tuple[int, ...]
     attempt: int = 1
+    announce: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +105,16 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Ping:
+    """Say that you are there."""
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """Close what is open and end."""
 
 
-Command = Load | Unload | Open | Adopt | Run | Cancel | Close
+Command = Load | Unload | Open | Adopt | Run | Cancel | Ping | Close
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -160,7 +169,37 @@ class Cancelled:
     generation: int
 
 
-Result = Ready | Opened | Done | Cancelled
+@dataclass(frozen=True, slots=True)
+class Began:
+    """A pass begins now."""
+
+    generation: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """The answer to a ping."""
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """A line that Python code wrote to ``name`` ("stdout" or "stderr"); ``stream``: whose pass it was."""
+
+    name: str
+    stream: int | None
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """A record that was logged in a stream's pass, or None; ``record`` are its pickled fields."""
+
+    stream: int | None
+    record: bytes
+
+
+Result = Ready | Opened | Done | Cancelled | Began | Pong | Printed | Logged
 
 
 def dump(message: Command | Result) -> bytes:

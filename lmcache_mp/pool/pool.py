@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import selectors
-import signal
 import socket
 import threading
 import time
@@ -14,29 +13,33 @@ from dataclasses import dataclass, field
 from multiprocess import util
 
 from lmcache_mp import records
-from lmcache_mp.errors import LMCacheMPError, UsageError, WorkerDied
+from lmcache_mp.errors import LMCacheMPError, StreamTimeout, UsageError, WorkerDied
 from lmcache_mp.pool import state as core
-from lmcache_mp.pool.launch import Lifeline, WorkerProcess, WorkerSettings, end_all
+from lmcache_mp.pool.deadlines import GRACE, Deadlines
+from lmcache_mp.pool.launch import Lifeline, WorkerSettings, end_all
 from lmcache_mp.pool.messages import (
     Adopt,
     Adopted,
+    Began,
     Cancel,
     Cancelled,
     Close,
-    Command,
     Done,
     Failure,
-    Load,
-    Open,
+    Logged,
     Opened,
+    Ping,
+    Printed,
     Ready,
+    Result,
     Run,
     Unload,
     Work,
-    dump,
     load_result,
 )
 from lmcache_mp.pool.objects import UserObjects
+from lmcache_mp.pool.output import show_logged, show_printed
+from lmcache_mp.pool.slot import Death, Slot
 
 #: Seconds that a worker has to stop the passes of a cancelled phase, and to close.
 CANCEL_GRACE = 2.0
@@ -45,48 +48,64 @@ CLOSE_GRACE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A pass that ended with its worker instead of with a result."""
+    """A pass that ended with its worker, or by its timeout, instead of with a result."""
 
     stream: int
     worker: int
     attempt: int
-    error: WorkerDied
+    pid: int | None
+    error: WorkerDied | StreamTimeout
 
 
-@dataclass(slots=True)
-class _Slot:
-    """A place for a worker: the process in it now, and what that process has been told."""
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    """What is the same for every pass of the phase that runs."""
 
-    index: int
-    process: WorkerProcess | None = None
-    opened: bool = False
-    adopted: set[int] = field(default_factory=set)
-    loaded: set[int] = field(default_factory=set)
-    writing: bool = False
+    work: Work
+    objects: Sequence[int]
+    adopted: Callable[[int], Adopted]
+    on_end: Callable[[Done | Lost], None]
+    name: str
+    generation: int
+    timeout: float | None
+    deadlines: Deadlines = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "deadlines", Deadlines(self.timeout))
 
 
 class Pool:
     """Workers that own streams, driven by whichever thread runs a phase.
 
-    Users' objects are sent to a worker when it first needs them. The pool knows streams by number
-    only.
+    Users' objects are sent to a worker when it first needs them. The pool knows streams by number;
+    ``names`` are their ids, and ``labels`` what stands before the lines that they print.
     """
 
-    def __init__(self, settings: WorkerSettings, objects: UserObjects, max_restarts: int) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        objects: UserObjects,
+        max_restarts: int,
+        names: Sequence[str] = (),
+        labels: Sequence[str] = (),
+    ) -> None:
         self._settings = settings
         self._objects = objects
         self._max_restarts = max_restarts
+        self._names = names
+        self._labels = labels
         self._lifeline = Lifeline()
         self._selector = selectors.DefaultSelector()
-        self._slots: list[_Slot] = []
+        self._slots: list[Slot] = []
         self._state = core.PoolState()
         self._generation = 0
         self._open_failures: list[Failure] = []
+        self._last_death = Death()
+        self._cancelling: set[int] = set()
         self._busy = threading.Lock()
         self._closed = threading.Event()
-        self._waker, wake_end = socket.socketpair()
-        self._selector.register(wake_end, selectors.EVENT_READ, (None, "wake"))
-        self._wake_end = wake_end
+        self._waker, self._wake_end = socket.socketpair()
+        self._selector.register(self._wake_end, selectors.EVENT_READ, (None, "wake"))
         self._owner_pid = os.getpid()
         # multiprocess joins its children at exit: they must have been told to end before.
         self._at_exit = util.Finalize(None, self._close_now, exitpriority=100)
@@ -98,47 +117,49 @@ class Pool:
         """The process ids of the workers that run."""
         return [slot.process.pid for slot in self._slots if slot.process is not None]
 
-    def start(self, size: int) -> list[Failure]:
-        """Have at least ``size`` workers up with everything opened; returns what failed to open."""
-        self._check_open()
-        while len(self._slots) < size:
-            self._slots.append(_Slot(len(self._slots)))
-            self._state.add_worker()
-        self._open_failures.clear()
-        restarts = 0
-        self._state.step(self._poll(0.0))
-        while True:
-            for slot in self._slots:
-                if slot.process is None:
-                    self._launch(slot)
-                elif slot.opened and not slot.loaded.issuperset(self._objects.permanent):
-                    self._open(slot)
-            if all(slot.opened for slot in self._slots):
-                return list(self._open_failures)
-            events = self._poll(None)
-            self._state.step(events)
-            restarts += sum(isinstance(event, core.WorkerLost) for event in events)
-            if restarts > self._max_restarts:
-                raise WorkerDied(
-                    f"{restarts} workers died while starting; the last one: "
-                    f"{self._last_death or 'no reason known'}"
-                )
+    def start(self, size: int, timeout: float | None = None) -> list[Failure]:
+        """Have at least ``size`` workers up with everything opened; returns what failed to open.
 
-    def _launch(self, slot: _Slot) -> None:
-        process = WorkerProcess(self._settings, self._lifeline, slot.index)
-        slot.process, slot.opened, slot.writing = process, False, False
-        slot.adopted.clear()
-        slot.loaded.clear()
-        self._selector.register(process.queues, selectors.EVENT_READ, (slot, "queue"))
-        self._selector.register(process.exit_fd, selectors.EVENT_READ, (slot, "exit"))
-        self._open(slot)
+        Opening may take ``timeout`` seconds in a worker. WorkerDied when workers die more often
+        than ``max_restarts`` while they start.
+        """
+        self._enter()
+        try:
+            while len(self._slots) < size:
+                self._slots.append(Slot(len(self._slots), self._selector))
+                self._state.add_worker()
+            self._open_failures.clear()
+            self._state.step(self._poll(0.0))
+            restarts = 0
+            while not self._all_opened():
+                if restarts > self._max_restarts:
+                    raise self._last_death.error(f"while starting, death {restarts}", "start")
+                events = self._poll(None if timeout is None else 0.2)
+                self._state.step(events)
+                restarts += sum(isinstance(event, core.WorkerLost) for event in events)
+                self._kill_slow_starters(timeout)
+            return list(self._open_failures)
+        finally:
+            self._busy.release()
 
-    def _open(self, slot: _Slot) -> None:
-        """Let a worker open what it has not opened yet."""
-        missing = [number for number in self._objects.permanent if number not in slot.loaded]
-        slot.opened = False
-        self._load(slot, missing)
-        self._send(slot, Open(tuple(missing)))
+    def _all_opened(self) -> bool:
+        for slot in self._slots:
+            if slot.process is None:
+                self._launch(slot)
+            elif slot.opened and not slot.loaded.issuperset(self._objects.permanent):
+                slot.open(self._objects)
+        return all(slot.opened for slot in self._slots)
+
+    def _launch(self, slot: Slot) -> None:
+        slot.launch(self._settings, self._lifeline, self._objects, time.monotonic())
+
+    def _kill_slow_starters(self, timeout: float | None) -> None:
+        if timeout is None:
+            return
+        for slot in self._slots:
+            late = time.monotonic() - slot.launched_at > timeout + GRACE
+            if slot.process is not None and not slot.opened and late:
+                slot.kill()
 
     # --- a phase ----------------------------------------------------------------------------------
 
@@ -149,184 +170,208 @@ class Pool:
         objects: Sequence[int],
         adopted: Callable[[int], Adopted],
         on_end: Callable[[Done | Lost], None],
-        phase: str,
+        name: str,
+        timeout: float | None = None,
     ) -> None:
         """Run a phase to its end: ``on_end`` hears of every stream exactly once.
 
         ``objects`` are the numbers of users' objects that the work needs; ``adopted`` gives a
-        stream's present state. An interrupt cancels the phase; what had ended by then was reported.
+        stream's present state; ``timeout`` is in seconds a pass. An interrupt cancels the phase;
+        what had ended by then was reported.
         """
-        if not self._busy.acquire(blocking=False):
-            raise UsageError("another phase of this batch is running, in another thread")
+        self._enter()
         try:
-            self._check_open()
             self._generation += 1
-            phase_run = _Phase(work, objects, adopted, on_end, phase, self._generation)
+            phase = _Phase(work, objects, adopted, on_end, name, self._generation, timeout)
             try:
-                self._follow(self._state.begin(plan), phase_run)
+                self._follow(self._state.begin(plan), phase)
                 while not self._state.settled:
-                    self._follow(self._state.step(self._poll(None, phase_run)), phase_run)
+                    now = time.monotonic()
+                    events = self._poll(phase.deadlines.wait(now), phase)
+                    self._follow(self._state.step(events + self._check_clocks(phase)), phase)
             except BaseException:
                 self._cancel()
                 raise
         finally:
             self._busy.release()
 
+    def _enter(self) -> None:
+        self._check_open()
+        if not self._busy.acquire(blocking=False):
+            raise UsageError("another phase of this batch is running, in another thread")
+
     def _follow(self, instructions: Iterable[core.Instruction], phase: _Phase) -> None:
         for instruction in instructions:
             if isinstance(instruction, core.Assign):
                 self._assign(instruction, phase)
             elif isinstance(instruction, core.FailPass):
-                self._lose(instruction.stream, instruction.worker, instruction.attempt, phase)
+                error = self._timed_out(phase) if instruction.overdue else self._died(phase)
+                self._lose(
+                    instruction.stream, instruction.worker, instruction.attempt, error, phase
+                )
+            elif isinstance(instruction, core.KillWorker):
+                self._slots[instruction.worker].kill()
             elif isinstance(instruction, core.StartWorker):
                 self._launch(self._slots[instruction.worker])
             else:
                 unfinished = self._state.unfinished
                 self._cancel()
                 for stream in unfinished:
-                    self._lose(stream, self._state.owner.get(stream, -1), 0, phase)
+                    owner = self._state.owner.get(stream, -1)
+                    self._lose(stream, owner, 0, self._died(phase), phase)
 
     def _assign(self, assign: core.Assign, phase: _Phase) -> None:
         slot = self._slots[assign.worker]
-        self._load(slot, phase.objects)
+        slot.load(phase.objects, self._objects)
         new = [stream for stream in assign.streams if stream not in slot.adopted]
         if new:
-            self._send(slot, Adopt(tuple(phase.adopted(stream) for stream in new)))
+            slot.send(Adopt(tuple(phase.adopted(stream) for stream in new)))
             slot.adopted.update(new)
-        self._send(slot, Run(phase.generation, phase.work, assign.streams, assign.attempt))
+        if phase.deadlines.active:
+            phase.deadlines.heard(slot.index, time.monotonic())
+        announce = phase.deadlines.active
+        slot.send(Run(phase.generation, phase.work, assign.streams, assign.attempt, announce))
 
-    def _lose(self, stream: int, worker: int, attempt: int, phase: _Phase) -> None:
-        error = WorkerDied(
-            f"{self._last_death}, during {phase.name}",
-            pid=self._last_pid,
-            exit_code=self._last_exit_code,
-            phase=phase.name,
-        )
-        phase.on_end(Lost(stream, worker, attempt, error))
+    def _check_clocks(self, phase: _Phase) -> list[core.Event]:
+        if not phase.deadlines.active:
+            return []
+        now = time.monotonic()
+        busy = [slot.index for slot in self._slots if self._state.in_flight(slot.index)]
+        for worker in phase.deadlines.to_ping(busy, now):
+            self._slots[worker].send(Ping())
+        return phase.deadlines.due(busy, now)
+
+    def _died(self, phase: _Phase) -> WorkerDied:
+        return self._last_death.error(f"during {phase.name}", phase.name)
+
+    def _timed_out(self, phase: _Phase) -> StreamTimeout:
+        return StreamTimeout(f"{phase.name} took longer than the timeout of {phase.timeout:g} s")
+
+    def _lose(
+        self,
+        stream: int,
+        worker: int,
+        attempt: int,
+        error: WorkerDied | StreamTimeout,
+        phase: _Phase,
+    ) -> None:
+        name = self._names[stream] if stream < len(self._names) else str(stream)
+        error.args = (f"{error.args[0]}, in stream {name}",)
+        if isinstance(error, WorkerDied):
+            error.stream_ids = (name,)
+            pid = error.pid
+        else:
+            process = self._slots[worker].process
+            pid = process.pid if process is not None else None
+        phase.deadlines.end(stream)
+        # A late result would leave the worker with a state that the parent does not have.
+        if worker >= 0:
+            self._slots[worker].adopted.discard(stream)
+        phase.on_end(Lost(stream, worker, attempt, pid, error))
 
     def _cancel(self) -> None:
         """Stop what still runs of the phase; a worker that does not stop in time is killed."""
-        generation = self._generation
         busy = [slot for slot in self._slots if self._state.in_flight(slot.index)]
         for slot in busy:
             # What it does from here on is not heard: it must be told its streams' state again.
             slot.adopted.difference_update(self._state.in_flight(slot.index))
-            self._send(slot, Cancel(generation))
+            slot.send(Cancel(self._generation))
         self._state.abandon()
-        waiting = {slot.index for slot in busy if slot.process is not None}
+        self._cancelling = {slot.index for slot in busy if slot.process is not None}
         deadline = time.monotonic() + CANCEL_GRACE
         try:
-            while waiting and (left := deadline - time.monotonic()) > 0:
-                self._state.step(self._poll(left, None, waiting))
+            while self._cancelling and (left := deadline - time.monotonic()) > 0:
+                self._state.step(self._poll(left))
         finally:
             for slot in busy:
-                if slot.index in waiting and slot.process is not None:
-                    slot.process.kill()
+                if slot.index in self._cancelling and slot.process is not None:
+                    slot.kill()
                     slot.process.has_ended(1.0)
                     self._state.step([self._bury(slot)])
+            self._cancelling = set()
 
     # --- events -----------------------------------------------------------------------------------
 
-    def _poll(
-        self,
-        timeout: float | None,
-        phase: _Phase | None = None,
-        cancelling: set[int] | None = None,
-    ) -> list[core.Event]:
+    def _poll(self, timeout: float | None, phase: _Phase | None = None) -> list[core.Event]:
         """Wait for workers; report results, and return what the state machine has to know."""
         events: list[core.Event] = []
         for key, mask in self._selector.select(timeout):
             slot, what = key.data
             if what == "wake":
-                self._check_open()
+                if not self._cancelling:
+                    self._check_open()
             elif slot.process is None or (what == "queue" and slot.process.queues != key.fileobj):
                 continue  # the process was buried earlier in this round
             elif what == "exit":
-                events += self._read(slot, phase, cancelling)
+                events += self._read(slot, phase)
                 events.append(self._bury(slot))
-                if cancelling is not None:
-                    cancelling.discard(slot.index)
+                if phase is not None:
+                    phase.deadlines.forget(slot.index)
             else:
                 if mask & selectors.EVENT_WRITE:
-                    slot.process.queues.flush()
-                    self._watch_writes(slot)
+                    slot.flush()
                 if mask & selectors.EVENT_READ:
-                    events += self._read(slot, phase, cancelling)
+                    events += self._read(slot, phase)
         return events
 
-    def _read(
-        self, slot: _Slot, phase: _Phase | None, cancelling: set[int] | None
-    ) -> list[core.Event]:
+    def _read(self, slot: Slot, phase: _Phase | None) -> list[core.Event]:
         if slot.process is None:
             return []
-        events: list[core.Event] = []
         frames, closed = slot.process.queues.receive()
+        events: list[core.Event] = []
         for frame in frames:
-            result = load_result(frame)
-            if isinstance(result, Done):
-                if phase is not None and result.generation == phase.generation:
-                    phase.on_end(result)
-                    events.append(core.PassEnded(slot.index, result.stream))
-            elif isinstance(result, Opened):
-                self._open_failures += result.failures
-                slot.opened = True
-                events.append(core.WorkerReady(slot.index))
-            elif isinstance(result, Cancelled):
-                if cancelling is not None and result.generation == self._generation:
-                    cancelling.discard(slot.index)
-            elif isinstance(result, Ready) and result.version != records.VERSION:
-                raise LMCacheMPError(
-                    f"worker {slot.index} speaks version {result.version} of the records, and this "
-                    f"process {records.VERSION}: install the same lmcache_mp everywhere"
-                )
-        if closed:  # its end is near; only the exit says that it is there
-            self._selector.unregister(slot.process.queues)
-            slot.process.kill()
+            events += self._take(slot, load_result(frame), phase)
+        if phase is not None and phase.deadlines.active and frames:
+            phase.deadlines.heard(slot.index, time.monotonic())
+        if closed:  # only the exit says that the end is there
+            slot.stop_reading()
+            slot.kill()
         return events
 
-    def _bury(self, slot: _Slot) -> core.WorkerLost:
-        process = slot.process
-        if process is None:
-            raise LMCacheMPError(f"worker {slot.index} has no process")
-        code = process.exit_code()
-        self._last_exit_code, self._last_pid = code, process.pid
-        self._last_death = f"worker {slot.index} (pid {process.pid}) {_manner_of_death(code)}"
-        self._selector.unregister(process.exit_fd)
-        if process.queues in self._selector.get_map():
-            self._selector.unregister(process.queues)
-        process.dispose()
-        slot.process, slot.opened = None, False
+    def _take(self, slot: Slot, result: Result, phase: _Phase | None) -> list[core.Event]:
+        if isinstance(result, Done):
+            wanted = phase is not None and result.generation == phase.generation
+            if phase is not None and wanted and self._state.is_in_flight(slot.index, result.stream):
+                phase.deadlines.end(result.stream)
+                phase.on_end(result)
+                return [core.PassEnded(slot.index, result.stream)]
+        elif isinstance(result, Began):
+            if phase is not None and result.generation == phase.generation:
+                phase.deadlines.begin(slot.index, result.stream, time.monotonic())
+        elif isinstance(result, Printed | Logged):
+            self._show(result)
+        elif isinstance(result, Opened):
+            self._open_failures += result.failures
+            slot.opened = True
+            return [core.WorkerReady(slot.index)]
+        elif isinstance(result, Cancelled):
+            if result.generation == self._generation:
+                self._cancelling.discard(slot.index)
+        elif isinstance(result, Ready) and result.version != records.VERSION:
+            raise LMCacheMPError(
+                f"worker {slot.index} speaks version {result.version} of the records, and this "
+                f"process {records.VERSION}: install the same lmcache_mp everywhere"
+            )
+        return []
+
+    def _show(self, result: Printed | Logged) -> None:
+        known = result.stream is not None and result.stream < len(self._labels)
+        label = self._labels[result.stream] if known and result.stream is not None else None
+        if isinstance(result, Printed):
+            show_printed(result, label)
+        else:
+            show_logged(result, label)
+
+    def _bury(self, slot: Slot) -> core.WorkerLost:
+        self._last_death = slot.bury()
         return core.WorkerLost(slot.index)
 
-    _last_death = ""
-    _last_pid: int | None = None
-    _last_exit_code: int | None = None
-
-    # --- sending ----------------------------------------------------------------------------------
-
-    def _load(self, slot: _Slot, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            if number not in slot.loaded:
-                slot.loaded.add(number)
-                self._send(slot, Load(number, self._objects.payload(number)))
-
     def forget(self, number: int) -> None:
-        """Have the workers drop a user's object that was registered for a phase."""
+        """Have the workers drop a user's object that was sent for a phase."""
         for slot in self._slots:
             if number in slot.loaded:
                 slot.loaded.discard(number)
-                self._send(slot, Unload(number))
-
-    def _send(self, slot: _Slot, command: Command) -> None:
-        if slot.process is not None:
-            slot.process.queues.send(dump(command))
-            self._watch_writes(slot)
-
-    def _watch_writes(self, slot: _Slot) -> None:
-        if slot.process is not None and slot.process.queues.waiting != slot.writing:
-            slot.writing = slot.process.queues.waiting
-            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if slot.writing else 0)
-            self._selector.modify(slot.process.queues, mask, (slot, "queue"))
+                slot.send(Unload(number))
 
     # --- closing ----------------------------------------------------------------------------------
 
@@ -345,10 +390,13 @@ class Pool:
         self._waker.send(b"x")
         idle = self._busy.acquire(timeout=2 * CANCEL_GRACE)
         try:
+            for slot in self._slots:
+                slot.send(Close())
             processes = [slot.process for slot in self._slots if slot.process is not None]
-            for process in processes:
-                process.queues.send(dump(Close()))
-            end_all(processes, CLOSE_GRACE)
+            for frame in end_all(processes, CLOSE_GRACE):
+                result = load_result(frame)
+                if isinstance(result, Printed | Logged):
+                    self._show(result)
             for slot in self._slots:
                 slot.process = None
             self._lifeline.close()
@@ -358,27 +406,3 @@ class Pool:
         finally:
             if idle:
                 self._busy.release()
-
-
-@dataclass(frozen=True, slots=True)
-class _Phase:
-    """What is the same for every pass of the phase that runs."""
-
-    work: Work
-    objects: Sequence[int]
-    adopted: Callable[[int], Adopted]
-    on_end: Callable[[Done | Lost], None]
-    name: str
-    generation: int
-
-
-def _manner_of_death(code: int | None) -> str:
-    if code is None:
-        return "ended"
-    if code >= 0:
-        return f"ended by itself with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"was ended by {name}" + (" (killed, possibly out of memory)" if code == -9 else "")

@@ -40,7 +40,23 @@ class WorkerLost:
     worker: int
 
 
-Event = WorkerReady | PassEnded | WorkerLost
+@dataclass(frozen=True, slots=True)
+class PassOverdue:
+    """A pass has taken longer than the phase's timeout."""
+
+    worker: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSilent:
+    """A worker no longer answers; these passes on it are overdue."""
+
+    worker: int
+    overdue: tuple[int, ...]
+
+
+Event = WorkerReady | PassEnded | WorkerLost | PassOverdue | WorkerSilent
 
 # --- instructions ---------------------------------------------------------------------------------
 
@@ -56,11 +72,19 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class FailPass:
-    """The stream's pass is lost with its worker, and is not repeated."""
+    """The stream's pass is lost with its worker, or overdue, and is not repeated."""
 
     worker: int
     stream: int
     attempt: int
+    overdue: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KillWorker:
+    """End the worker: a pass that is overdue still runs in it, or it does not answer."""
+
+    worker: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +99,7 @@ class GiveUp:
     """Workers died more often than is allowed: fail what is unfinished, and abandon the phase."""
 
 
-Instruction = Assign | FailPass | StartWorker | GiveUp
+Instruction = Assign | FailPass | KillWorker | StartWorker | GiveUp
 
 #: Streams to send, by worker and attempt.
 _Batches = dict[tuple[int, int], list[int]]
@@ -113,6 +137,7 @@ class PoolState:
         self._running = 0
         self._restarts = 0
         self._given_up = False
+        self._retiring: set[int] = set()
         for _ in range(workers):
             self.add_worker()
 
@@ -131,6 +156,10 @@ class PoolState:
     def unfinished(self) -> tuple[int, ...]:
         """The streams of the phase that have neither ended nor failed, in their order."""
         return tuple(self._weights)
+
+    def is_in_flight(self, worker: int, stream: int) -> bool:
+        """Whether a result of that stream from that worker is still wanted."""
+        return stream in self._in_flight[worker]
 
     def in_flight(self, worker: int) -> tuple[int, ...]:
         """The streams that the worker was given and has not returned."""
@@ -160,9 +189,13 @@ class PoolState:
         instructions: list[Instruction] = []
         for event in events:
             if isinstance(event, PassEnded):
-                self._end_pass(event.worker, event.stream)
+                instructions += self._end_pass(event.worker, event.stream)
             elif isinstance(event, WorkerReady):
                 self._ready.add(event.worker)
+            elif isinstance(event, PassOverdue):
+                instructions += self._fail_overdue(event.worker, [event.stream])
+            elif isinstance(event, WorkerSilent):
+                instructions += self._silence(event.worker, event.overdue)
             else:
                 instructions += self._lose_worker(event.worker)
         return instructions if self._given_up else instructions + self._hand_out()
@@ -177,31 +210,67 @@ class PoolState:
         self._weights.clear()
         self._running = 0
 
-    def _end_pass(self, worker: int, stream: int) -> None:
-        if self._in_flight[worker].pop(stream, None) is not None:
-            self._running -= 1
-            self._load[worker] -= self._weights.pop(stream)
+    def _end_pass(self, worker: int, stream: int) -> list[Instruction]:
+        if self._in_flight[worker].pop(stream, None) is None:
+            return []
+        self._running -= 1
+        self._load[worker] -= self._weights.pop(stream)
+        return self._kill_if_retired(worker)
+
+    def _fail_overdue(self, worker: int, streams: Iterable[int]) -> list[Instruction]:
+        """Fail these passes now; the worker is replaced as soon as no other pass needs it."""
+        flight = self._in_flight[worker]
+        failed: list[Instruction] = []
+        for stream in streams:
+            attempt = flight.pop(stream, None)
+            if attempt is not None:
+                self._running -= 1
+                self._load[worker] -= self._weights.pop(stream)
+                failed.append(FailPass(worker, stream, attempt, overdue=True))
+        if not failed:
+            return []
+        self._ready.discard(worker)
+        self._retiring.add(worker)
+        # Edits run one at a time: what else an edit's worker was given has not begun.
+        if self._plan.in_order or not flight:
+            failed.append(KillWorker(worker))
+        return failed
+
+    def _kill_if_retired(self, worker: int) -> list[Instruction]:
+        retired = worker in self._retiring and not self._in_flight[worker]
+        return [KillWorker(worker)] if retired else []
+
+    def _silence(self, worker: int, overdue: Iterable[int]) -> list[Instruction]:
+        """A worker that does not answer is ended; what is not overdue on it will be repeated."""
+        failed = self._fail_overdue(worker, overdue)
+        self._ready.discard(worker)
+        self._retiring.add(worker)
+        kill = KillWorker(worker)
+        return failed if kill in failed else [*failed, kill]
 
     def _lose_worker(self, worker: int) -> list[Instruction]:
         self._ready.discard(worker)
+        replaced = worker in self._retiring
+        self._retiring.discard(worker)
         flight = list(self._in_flight[worker].items())
         self._in_flight[worker].clear()
         self._running -= len(flight)
         if self.settled or self._given_up:
             return []
-        self._restarts += 1
+        begun = 1 if self._plan.in_order else len(flight)
         instructions: list[Instruction] = []
         again: list[int] = []
-        begun = flight[:1] if self._plan.in_order else flight
-        for stream, attempt in begun:
-            if attempt <= self._plan.retries:
+        for place, (stream, attempt) in enumerate(flight):
+            if place >= begun:
+                again.append(stream)
+            elif replaced or attempt <= self._plan.retries:
                 self._attempts[stream] = attempt + 1
                 again.append(stream)
             else:
                 self._load[worker] -= self._weights.pop(stream)
                 instructions.append(FailPass(worker, stream, attempt))
-        again += [stream for stream, _ in flight[len(begun) :]]
         self._queues[worker].extendleft(reversed(again))
+        self._restarts += not replaced
         if self._restarts > self._plan.max_restarts:
             self._given_up = True
             return [*instructions, GiveUp()]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import random
 import socket
 import threading
 from collections import deque
@@ -17,6 +18,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from lmcache_mp import records
 from lmcache_mp.kv.context import PinningContext
@@ -28,6 +31,7 @@ from lmcache_mp.pool.failures import pack
 from lmcache_mp.pool.messages import (
     Adopt,
     Adopted,
+    Began,
     Cancel,
     Cancelled,
     Close,
@@ -38,6 +42,8 @@ from lmcache_mp.pool.messages import (
     Modify,
     Open,
     Opened,
+    Ping,
+    Pong,
     Ready,
     Result,
     Run,
@@ -46,6 +52,7 @@ from lmcache_mp.pool.messages import (
     load_command,
 )
 from lmcache_mp.pool.objects import LoadedObjects
+from lmcache_mp.pool.output import labelled, redirect
 from lmcache_mp.pool.queues import WorkerEnd
 
 #: More threads than any machine runs streams: the pool must never be what limits concurrency.
@@ -74,7 +81,8 @@ class _Edit:
 class Worker:
     """Runs until it is told to close or its parent is gone."""
 
-    def __init__(self, sock: socket.socket, index: int) -> None:
+    def __init__(self, sock: socket.socket, index: int, log_level: int) -> None:
+        self._log_level = log_level
         self._queues = WorkerEnd(sock)
         self._index = index
         self._objects = LoadedObjects()
@@ -88,6 +96,7 @@ class Worker:
 
     def run(self) -> None:
         """The worker's life."""
+        redirect(self._send, self._log_level)
         self._send(Ready(os.getpid(), records.VERSION))
         threading.Thread(target=self._read, name="commands", daemon=True).start()
         while True:
@@ -106,6 +115,9 @@ class Worker:
                 command = load_command(self._queues.receive())
             except (EOFError, OSError):
                 command = Close()
+            if isinstance(command, Ping):
+                self._send(Pong())
+                continue
             if isinstance(command, Cancel):
                 self._stop_passes(command.generation)
             self._inbox.put(command)
@@ -187,11 +199,17 @@ class Worker:
             if run.generation <= self._cancelled:
                 return
             self._running[owned.spec.stream] = run.generation, guard
-        outcome = self._outcome_of_generate(run, work, owned, guard)
+        self._announce(run, owned)
+        with labelled(owned.spec.stream):
+            outcome = self._outcome_of_generate(run, work, owned, guard)
         with self._lock:
             del self._running[owned.spec.stream]
         self._finish(run, owned, outcome)
         self._confirm_cancel(run.generation)
+
+    def _announce(self, run: Run, owned: _Owned) -> None:
+        if run.announce:
+            self._send(Began(run.generation, owned.spec.stream))
 
     def _outcome_of_generate(
         self, run: Run, work: Generate, owned: _Owned, guard: PassGuard
@@ -217,7 +235,10 @@ class Worker:
         if edit.run.generation <= self._cancelled:
             return
         self._fetch_ahead()
-        self._finish(edit.run, edit.owned, self._outcome_of_edit(edit))
+        self._announce(edit.run, edit.owned)
+        with labelled(edit.owned.spec.stream):
+            outcome = self._outcome_of_edit(edit)
+        self._finish(edit.run, edit.owned, outcome)
 
     def _outcome_of_edit(self, edit: _Edit) -> Outcome:
         owned = edit.owned
@@ -314,6 +335,14 @@ class Worker:
             self._queues.send(dump(result))
         except OSError:  # the parent is gone, and with it whoever wanted the result
             os._exit(1)
+
+
+def seed_random_streams(seed: int, index: int) -> None:
+    """Give the worker global random streams of its own: forked workers would all have the same."""
+    sequence = np.random.SeedSequence([seed, index])
+    first, second = (int(word) for word in sequence.generate_state(2))
+    random.seed(first)
+    np.random.seed(second)
 
 
 def _call_if_there(thing: Any, name: str) -> None:

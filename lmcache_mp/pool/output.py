@@ -1,0 +1,147 @@
+"""What Python code prints and logs in a worker, on its way to the parent: a line at a time.
+
+What C code and subprocesses write goes to standard error as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+from lmcache_mp.pool.messages import Logged, Printed
+
+_current = threading.local()
+
+
+@contextlib.contextmanager
+def labelled(stream: int) -> Iterator[None]:
+    """What this thread prints and logs inside is that stream's."""
+    _current.stream = stream
+    try:
+        yield
+    finally:
+        _flush_thread()
+        _current.stream = None
+
+
+def current_stream() -> int | None:
+    """The stream whose pass this thread runs."""
+    stream: int | None = getattr(_current, "stream", None)
+    return stream
+
+
+class _Lines(io.TextIOBase):
+    """A text stream whose whole lines are sent; each thread has its own unfinished line."""
+
+    def __init__(self, name: str, send: Callable[[Printed], None]) -> None:
+        self._name = name
+        self._send = send
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # a constant here, an attribute there
+        """Text of any kind goes through."""
+        return "utf-8"
+
+    def writable(self) -> bool:
+        """Always."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Send the lines that ``text`` completes."""
+        pending: dict[str, str] = _pending()
+        *lines, rest = (pending.get(self._name, "") + str(text)).split("\n")
+        pending[self._name] = rest
+        for line in lines:
+            self._send(Printed(self._name, current_stream(), line))
+        return len(text)
+
+    def fileno(self) -> int:
+        """Standard error's, for what writes past Python."""
+        return 2
+
+    def flush_line(self) -> None:
+        """Send an unfinished line as it is."""
+        if _pending().get(self._name):
+            self.write("\n")
+
+
+def _pending() -> dict[str, str]:
+    if not hasattr(_current, "pending"):
+        _current.pending = {}
+    pending: dict[str, str] = _current.pending
+    return pending
+
+
+def _flush_thread() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, _Lines):
+            stream.flush_line()
+
+
+class _LogSender(logging.Handler):
+    """Sends records to the parent, whose own handlers decide what becomes of them."""
+
+    def __init__(self, send: Callable[[Logged], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send the fields that pickle without the user's classes."""
+        try:
+            fields = {
+                "name": record.name,
+                "levelno": record.levelno,
+                "levelname": record.levelname,
+                "msg": record.getMessage(),
+                "pathname": record.pathname,
+                "filename": record.filename,
+                "module": record.module,
+                "lineno": record.lineno,
+                "funcName": record.funcName,
+                "created": record.created,
+                "process": record.process,
+                "processName": record.processName,
+                "threadName": record.threadName,
+                "exc_text": logging.Formatter().formatException(record.exc_info)
+                if record.exc_info
+                else None,
+            }
+            self._send(Logged(current_stream(), pickle.dumps(fields)))
+        except Exception:
+            self.handleError(record)
+
+
+def redirect(send: Callable[[Printed | Logged], None], log_level: int) -> None:
+    """From now on lines and log records of this process go through ``send``."""
+    with contextlib.suppress(OSError):
+        os.dup2(2, 1)  # nothing but the parent writes to the parent's standard output
+    sys.stdout, sys.stderr = _Lines("stdout", send), _Lines("stderr", send)
+    root = logging.getLogger()
+    root.handlers[:] = [_LogSender(send)]
+    root.setLevel(log_level)
+
+
+def show_printed(printed: Printed, label: str | None) -> None:
+    """In the parent: write a line to the stream of that name as it is now."""
+    target = sys.stdout if printed.name == "stdout" else sys.stderr
+    if target is None:  # a program without a console
+        return
+    with contextlib.suppress(ValueError, OSError):  # closed by now: there is nobody to tell
+        target.write(f"[{label}] {printed.line}\n" if label else f"{printed.line}\n")
+        target.flush()
+
+
+def show_logged(logged: Logged, label: str | None) -> None:
+    """In the parent: hand a record to the logger of its name."""
+    record = logging.makeLogRecord(pickle.loads(logged.record))
+    if label:
+        record.msg = f"[{label}] {record.msg}"
+    logger = logging.getLogger(record.name)
+    if logger.isEnabledFor(record.levelno):
+        logger.handle(record)

@@ -1,0 +1,132 @@
+"""A place for a worker: the process in it now, and what that process has been told."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lmcache_mp.errors import LMCacheMPError, WorkerDied
+from lmcache_mp.pool.launch import Lifeline, WorkerProcess, WorkerSettings
+from lmcache_mp.pool.messages import Command, Load, Open, dump
+from lmcache_mp.pool.objects import UserObjects
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How a worker's process ended; ``crash_report`` is faulthandler's, for a crash in C."""
+
+    pid: int | None = None
+    exit_code: int | None = None
+    text: str = "no worker could be started"
+    crash_report: str = ""
+
+    def error(self, when: str, phase: str) -> WorkerDied:
+        """The death as an exception."""
+        return WorkerDied(
+            f"{self.text} {when}",
+            pid=self.pid,
+            exit_code=self.exit_code,
+            phase=phase,
+            crash_report=self.crash_report,
+        )
+
+
+class Slot:
+    """One worker of the pool, over the processes that follow each other in it."""
+
+    def __init__(self, index: int, selector: selectors.BaseSelector) -> None:
+        self.index = index
+        self.process: WorkerProcess | None = None
+        self.opened = False
+        self.launched_at = 0.0
+        self.adopted: set[int] = set()
+        self.loaded: set[int] = set()
+        self._selector = selector
+        self._writing = False
+
+    def launch(
+        self, settings: WorkerSettings, lifeline: Lifeline, objects: UserObjects, now: float
+    ) -> None:
+        """Start a process, which knows of nothing yet, and have it open what is to be opened."""
+        self.process = process = WorkerProcess(settings, lifeline, self.index)
+        self.launched_at = now
+        self._writing = False
+        self.adopted.clear()
+        self.loaded.clear()
+        self._selector.register(process.queues, selectors.EVENT_READ, (self, "queue"))
+        self._selector.register(process.exit_fd, selectors.EVENT_READ, (self, "exit"))
+        self.open(objects)
+
+    def open(self, objects: UserObjects) -> None:
+        """Have the worker open the contexts and engines that it has not opened yet."""
+        missing = [number for number in objects.permanent if number not in self.loaded]
+        self.opened = False
+        self.load(missing, objects)
+        self.send(Open(tuple(missing)))
+
+    def load(self, numbers: Iterable[int], objects: UserObjects) -> None:
+        """Send users' objects that the worker does not have."""
+        for number in numbers:
+            if number not in self.loaded:
+                self.loaded.add(number)
+                self.send(Load(number, objects.payload(number)))
+
+    def send(self, command: Command) -> None:
+        """Send without waiting; to no process, nothing."""
+        if self.process is not None:
+            self.process.queues.send(dump(command))
+            self.watch_writes()
+
+    def watch_writes(self) -> None:
+        """Have the selector tell when the socket takes what waits, if anything does."""
+        if self.process is not None and self.process.queues.waiting != self._writing:
+            self._writing = self.process.queues.waiting
+            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._writing else 0)
+            self._selector.modify(self.process.queues, mask, (self, "queue"))
+
+    def flush(self) -> None:
+        """Write what the socket takes."""
+        if self.process is not None:
+            self.process.queues.flush()
+            self.watch_writes()
+
+    def stop_reading(self) -> None:
+        """The worker's end is closed: only its exit is of interest now."""
+        if self.process is not None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(self.process.queues)
+
+    def kill(self) -> None:
+        """End the process; its exit will be seen."""
+        if self.process is not None:
+            self.process.kill()
+
+    def bury(self) -> Death:
+        """Take an ended process out of the slot; says how it died."""
+        process = self.process
+        if process is None:
+            raise LMCacheMPError(f"worker {self.index} has no process")
+        code = process.exit_code()
+        report = process.crash_report()
+        text = f"worker {self.index} (pid {process.pid}) {manner_of_death(code)}"
+        self.stop_reading()
+        self._selector.unregister(process.exit_fd)
+        process.dispose()
+        self.process, self.opened = None, False
+        return Death(process.pid, code, text, report)
+
+
+def manner_of_death(code: int | None) -> str:
+    """An exit code in words."""
+    if code is None:
+        return "ended"
+    if code >= 0:
+        return f"ended by itself with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was ended by {name}" + (" (killed, possibly out of memory)" if code == -9 else "")
