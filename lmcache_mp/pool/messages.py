@@ -184,7 +184,7 @@ class Pong:
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """A line that Python code wrote to ``name`` ("stdout" or "stderr"); ``stream``: whose pass it was."""
+    """A line of Python's output to ``name`` ("stdout" or "stderr"), and the stream whose pass it was."""
 
     name: str
     stream: int | None
