@@ -23,7 +23,7 @@ from lmcache_mp.arguments import (
     check_seconds,
     select_ids,
 )
-from lmcache_mp.engines.engine import SamplingParams
+from lmcache_mp.engines.engine import PostCompletion, SamplingParams
 from lmcache_mp.errors import (
     LMCacheBatchedStreamError,
     StreamIdError,
@@ -347,12 +347,7 @@ class LMCacheBatchedStream:
         max_concurrency: int | None,
     ) -> PhaseResult:
         limit = None if max_concurrency is None else check_count(max_concurrency, "max_concurrency")
-        for key in selected:
-            member = self._members[key]
-            check = getattr(member.stream.post_completion, "check_sampling_params", None)
-            if check is not None:
-                check({**params, **(member.sampling_params or {}), **forced})
-        engines = [self._members[key].stream.post_completion for key in selected]
+        engines = self._check_with_engines(selected, params, forced)
         bounds = [
             bound for e in engines if (bound := getattr(e, "max_in_flight", None)) is not None
         ]
@@ -361,6 +356,22 @@ class LMCacheBatchedStream:
         result = self._run_phase(phase, work, plan, (), selected)
         self._generated.update(result.results)
         return result
+
+    def _check_with_engines(
+        self, selected: list[str], params: dict[str, Any], forced: dict[str, Any]
+    ) -> list[PostCompletion]:
+        """Let the selected streams' engines refuse what they can't honour; returns the engines."""
+        engines: dict[int, PostCompletion] = {}
+        for key in selected:
+            member = self._members[key]
+            engine, own = member.stream.post_completion, member.sampling_params
+            if member.engine in engines and not own:
+                continue
+            engines[member.engine] = engine
+            check = getattr(engine, "check_sampling_params", None)
+            if check is not None:
+                check({**params, **(own or {}), **forced})
+        return list(engines.values())
 
     def _modify(
         self,

@@ -12,6 +12,11 @@ worker how to drive it:
 ``check_prompt(prompt_token_ids)``
     Called in the parent before anything is sent; raises :class:`~lmcache_mp.errors.UsageError` for
     ids beyond the vocabulary or a prompt beyond the model's context.
+``check_sampling_params(sampling_params)``
+    Likewise, for parameters that it does not know or can't honour.
+
+The iterator that it returns may have ``cancel()``, called from another thread to end a pass that
+waits, and ``close()``, called when a pass is given up.
 """
 
 from __future__ import annotations

@@ -74,9 +74,13 @@ class CachedGguf:
         return TokenizerMaterial(**fields)
 
     def complete(self) -> bool:
-        """Whether the files are there and whole: the index is written last."""
+        """Whether the files are there and whole: the index, with their sizes, is written last."""
         try:
-            return self.weights_path.stat().st_size == self._index()["bytes"]
+            sizes: dict[str, int] = self._index()["sizes"]
+            return all(
+                self.stem.with_suffix(suffix).stat().st_size == size
+                for suffix, size in sizes.items()
+            )
         except (OSError, ValueError, KeyError):
             return False
 
@@ -92,7 +96,7 @@ def cached(path: Path) -> CachedGguf:
         directory.mkdir(parents=True, exist_ok=True)
         entry = CachedGguf(directory / f"{_digest(path, directory)}-{_FORMAT}")
         if not entry.complete():
-            with _locked(entry.stem.with_suffix(".lock")):
+            with _building(entry):
                 if not entry.complete():  # another process may have made it meanwhile
                     _build(path, entry)
     except OSError as error:
@@ -106,9 +110,10 @@ def cached(path: Path) -> CachedGguf:
 
 
 def _digest(path: Path, directory: Path) -> str:
-    """A hash of the file's content, remembered by its path, size and time of change."""
+    """A hash of the file's content, remembered by its path, size and times of change."""
     status = path.stat()
-    identity = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}"
+    times = f"{status.st_mtime_ns}\0{status.st_ctime_ns}"  # a copy may keep the first
+    identity = f"{path.resolve()}\0{status.st_size}\0{times}"
     note = directory / f"{hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()}.hash"
     with contextlib.suppress(OSError):
         known = note.read_text("ascii")
@@ -118,7 +123,8 @@ def _digest(path: Path, directory: Path) -> str:
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
-    _write_whole(note, digest.hexdigest())
+    with contextlib.suppress(OSError):  # weights cached before can be used all the same
+        _write_whole(note, digest.hexdigest())
     return digest.hexdigest()
 
 
@@ -133,22 +139,28 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Only one process builds; without fcntl several do, and the last rename wins."""
+def _building(entry: CachedGguf) -> Iterator[None]:
+    """Only one process builds, once what a killed builder left is removed.
+
+    Without fcntl several may build, and the last rename wins.
+    """
     try:
         import fcntl
     except ImportError:
         yield
         return
-    with path.open("w") as file:
+    with entry.stem.with_suffix(".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        for left in entry.stem.parent.glob(f"{entry.stem.name}.{'[0-9a-f]' * 32}"):
+            left.unlink(missing_ok=True)
         yield
 
 
 def _build(path: Path, entry: CachedGguf) -> None:
     reader = _GgufReader(path)
-    config = reader.config(f"{reader.text('general.name', path.stem)}-{entry.stem.name[:16]}")
-    vocabulary = reader.vocabulary()
+    config = reader.config(f"{reader.text('general.name', 'llama')}-{entry.stem.name[:16]}")
+    reader.check_tensors(config)
+    vocabulary = json.dumps(asdict(reader.vocabulary()))
     needed = reader.float32_bytes()
     free = shutil.disk_usage(entry.stem.parent).free
     if free < needed:
@@ -157,12 +169,12 @@ def _build(path: Path, entry: CachedGguf) -> None:
     try:
         with temporary.open("wb") as file:
             tensors = _write_tensors(file, reader, config)
-            size = file.tell()
+            sizes = {".f32": file.tell(), ".tokenizer.json": len(vocabulary)}
         os.replace(temporary, entry.weights_path)
     finally:
         temporary.unlink(missing_ok=True)
-    _write_whole(entry.stem.with_suffix(".tokenizer.json"), json.dumps(asdict(vocabulary)))
-    index = {"config": asdict(config), "tensors": tensors, "bytes": size}
+    _write_whole(entry.stem.with_suffix(".tokenizer.json"), vocabulary)
+    index = {"config": asdict(config), "tensors": tensors, "sizes": sizes}
     _write_whole(entry.stem.with_suffix(".json"), json.dumps(index))
 
 
@@ -206,6 +218,32 @@ def _half_split(rows: F32, heads: int) -> F32:
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
+def _expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors that a Llama's file must hold, and their shapes; it may hold a head as well."""
+    hidden, ffn = config.hidden, config.ffn
+    queries, keys = (heads * config.head_dim for heads in (config.heads, config.kv_heads))
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (config.vocab, hidden),
+        "output_norm.weight": (hidden,),
+    }
+    for layer in range(config.layers):
+        shapes |= {
+            f"blk.{layer}.{name}.weight": shape
+            for name, shape in (
+                ("attn_norm", (hidden,)),
+                ("attn_q", (queries, hidden)),
+                ("attn_k", (keys, hidden)),
+                ("attn_v", (keys, hidden)),
+                ("attn_output", (hidden, queries)),
+                ("ffn_norm", (hidden,)),
+                ("ffn_gate", (ffn, hidden)),
+                ("ffn_up", (ffn, hidden)),
+                ("ffn_down", (hidden, ffn)),
+            )
+        }
+    return shapes
+
+
 class _GgufReader:
     """The `gguf` package's reader, with errors that name the file."""
 
@@ -243,6 +281,8 @@ class _GgufReader:
             value = default
         if value is None:
             raise UsageError(f"{self._path} does not say {self._family}.{key}, which is needed")
+        if not isinstance(value, (int, float)):
+            raise UsageError(f"{self._path}: {self._family}.{key} must be one number, not {value}")
         return float(value)
 
     def has(self, name: str) -> bool:
@@ -251,12 +291,35 @@ class _GgufReader:
 
     def tensor(self, name: str) -> F32:
         """A tensor, dequantised to float32."""
-        if name not in self._tensors:
-            raise UsageError(f"{self._path} has no tensor {name}")
         tensor = self._tensors[name]
-        values = self._gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        try:
+            values = self._gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError as error:
+            raise UsageError(f"{self._path}: {name} can't be dequantised: {error}") from error
         dense: F32 = np.asarray(values, np.float32)
         return dense
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape in numpy's order: GGUF names the innermost dimension first."""
+        if name not in self._tensors:
+            raise UsageError(f"{self._path} has no tensor {name}")
+        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+
+    def check_tensors(self, config: LlamaConfig) -> None:
+        """UsageError for a tensor that is missing, mis-shaped, or would not be used."""
+        expected = _expected_shapes(config)
+        if self.has("output.weight"):
+            expected["output.weight"] = (config.vocab, config.hidden)
+        for name, shape in expected.items():
+            if self._shape(name) != shape:
+                found = list(self._shape(name))
+                raise UsageError(f"{self._path}: {name} must be {list(shape)}, not {found}")
+        unused = sorted(self._tensors.keys() - expected)
+        if unused:
+            raise UsageError(
+                f"{self._path} has tensors that the embedded engine would not use "
+                f"({len(unused)}, such as {unused[0]}), so it can't compute this model"
+            )
 
     def float32_bytes(self) -> int:
         """Bytes of all tensors as float32."""
@@ -264,8 +327,7 @@ class _GgufReader:
 
     def config(self, name: str) -> LlamaConfig:
         """The model's shape; UsageError for what the embedded engine can't compute."""
-        scaling = self._field(f"{self._family}.rope.scaling.type")
-        if self.has("rope_freqs.weight") or scaling not in (None, "none"):
+        if self._scales_rope():
             raise UsageError(
                 f"{self._path} scales its RoPE, which the embedded engine can't compute"
             )
@@ -292,7 +354,7 @@ class _GgufReader:
             kv_heads=int(self._number("attention.head_count_kv", heads)),
             head_dim=head_dim,
             ffn=int(self._number("feed_forward_length")),
-            vocab=int(self._tensors["token_embd.weight"].shape[-1]),
+            vocab=self._shape("token_embd.weight")[0],
             context_length=int(self._number("context_length")),
             norm_eps=self._number("attention.layer_norm_rms_epsilon"),
             rope=Rope(head_dim, self._number("rope.freq_base")),
@@ -300,6 +362,16 @@ class _GgufReader:
             bos_id=None if bos is None else int(bos),
             add_bos=bool(self._field("tokenizer.ggml.add_bos_token") or False),
         )
+
+    def _scales_rope(self) -> bool:
+        if self.has("rope_freqs.weight"):
+            return True
+        kind = self._field(f"{self._family}.rope.scaling.type")
+        if kind is not None:
+            return kind != "none"
+        # Without a type, and in files older than types, a factor alone scales linearly.
+        keys = ("rope.scaling.factor", "rope.scale_linear")
+        return any(self._number(key, 1) not in (0, 1) for key in keys)
 
     def vocabulary(self) -> TokenizerMaterial:
         """What the tokenizer is made from."""

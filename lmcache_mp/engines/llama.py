@@ -150,10 +150,9 @@ class Llama:
             attended = np.empty((len(ids), config.heads * config.head_dim), np.float32)
             for row, cache in enumerate(caches):
                 attended[row] = self._attend_one(q[row], k[row], v[row], cache, index)
-            x = x + self._project(attended, layer.out)
-            x = x + self._project(
-                _swiglu(self._project(self._norm(x, layer.norm_ffn), layer.gate_up)), layer.down
-            )
+            x = x + self._project(attended, layer.out)[:, : config.hidden]
+            gate_up = self._project(self._norm(x, layer.norm_ffn), layer.gate_up)
+            x = x + self._project(self._swiglu(gate_up), layer.down)[:, : config.hidden]
         for cache in caches:
             cache.advance(1)
         return self._head(x)

@@ -239,6 +239,10 @@ class LocalEngine:
                 f"{config.context_length - 1} and a new one"
             )
 
+    def check_sampling_params(self, sampling_params: Mapping[str, Any]) -> None:
+        """UsageError: a parameter that does not exist, or a value that it can't have."""
+        Sampling.parse(sampling_params)
+
     def open(self) -> None:
         """Open weights, tokenizer and store now."""
         self._opened.tokenizer()

@@ -184,7 +184,7 @@ class Pong:
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """A line of Python's output to ``name`` ("stdout" or "stderr"), and the stream whose pass it was."""
+    """A line for ``name`` ("stdout" or "stderr"), and the stream whose pass wrote it."""
 
     name: str
     stream: int | None
