@@ -215,7 +215,8 @@ def _half_split(rows: F32, heads: int) -> F32:
     """Rows of Q or K, [H hd, E], from interleaved pairs to halves."""
     width = len(rows) // heads
     pairs = rows.reshape(heads, width // 2, 2, rows.shape[1])
-    return pairs.swapaxes(1, 2).reshape(rows.shape)
+    halves: F32 = pairs.swapaxes(1, 2).reshape(rows.shape)
+    return halves
 
 
 def _expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -368,7 +369,7 @@ class _GgufReader:
             return True
         kind = self._field(f"{self._family}.rope.scaling.type")
         if kind is not None:
-            return kind != "none"
+            return str(kind) != "none"
         # Without a type, and in files older than types, a factor alone scales linearly.
         keys = ("rope.scaling.factor", "rope.scale_linear")
         return any(self._number(key, 1) not in (0, 1) for key in keys)

@@ -152,7 +152,7 @@ class Llama:
                 attended[row] = self._attend_one(q[row], k[row], v[row], cache, index)
             x = x + self._project(attended, layer.out)[:, : config.hidden]
             gate_up = self._project(self._norm(x, layer.norm_ffn), layer.gate_up)
-            x = x + self._project(self._swiglu(gate_up), layer.down)[:, : config.hidden]
+            x = x + self._project(_swiglu(gate_up, config.ffn), layer.down)[:, : config.hidden]
         for cache in caches:
             cache.advance(1)
         return self._head(x)
@@ -161,7 +161,7 @@ class Llama:
 
     def _prefill_block(self, ids: NDArray[np.int64], cache: KVCache) -> F32:
         """Hidden states [n, E] of tokens within one block, whose KV is appended."""
-        count, start = len(ids), cache.length
+        count, start, hidden = len(ids), cache.length, self.config.hidden
         x = self._weights.embedding[ids]
         if not cache.edited:
             x = self._padded(x)
@@ -176,8 +176,9 @@ class Llama:
             attended = self._attend_block(
                 q, cache.keys[index, :, :span], cache.values[index, :, :span], mask
             )
-            x = x + attended @ layer.out.T
-            x = x + _swiglu(self._norm(x, layer.norm_ffn) @ layer.gate_up.T) @ layer.down.T
+            x = x + (attended @ layer.out.T)[:, :hidden]
+            gate_up = self._norm(x, layer.norm_ffn) @ layer.gate_up.T
+            x = x + (_swiglu(gate_up, self.config.ffn) @ layer.down.T)[:, :hidden]
         cache.advance(count)
         return x[:count]
 
@@ -248,10 +249,9 @@ def _softmax(scores: F32) -> None:
     scores /= scores.sum(axis=-1, keepdims=True)
 
 
-def _swiglu(gate_up: F32) -> F32:
-    """SiLU of the first half times the second half, [R, 2 F] to [R, F]."""
-    width = gate_up.shape[1] // 2
-    gate, up = gate_up[:, :width], gate_up[:, width:]
+def _swiglu(gate_up: F32, width: int) -> F32:
+    """SiLU of the first ``width`` columns times the next ``width``: [R, width]."""
+    gate, up = gate_up[:, :width], gate_up[:, width : 2 * width]
     activated = np.negative(gate)
     with np.errstate(over="ignore"):  # exp of a large number is inf, and gate / inf is 0: right
         np.exp(activated, out=activated)

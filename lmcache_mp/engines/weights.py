@@ -44,7 +44,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All of a model: ``embedding`` [V, E], ``head`` [V padded, E], ``norm`` [E]; read-only."""
+    """All of a model: ``embedding`` and ``head`` [V, E], padded alike, ``norm`` [E]; read-only."""
 
     config: LlamaConfig
     embedding: F32
