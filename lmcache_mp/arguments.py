@@ -43,12 +43,12 @@ def check_sampling_params(params: object, where: str) -> dict[str, Any]:
     return dict(params)
 
 
-def check_count(value: object, name: str) -> int:
-    """``value`` as a whole number of at least 1, or a UsageError."""
+def check_count(value: object, name: str, *, least: int = 1) -> int:
+    """``value`` as a whole number of at least ``least``, or a UsageError."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise UsageError(f"{name} must be a whole number, not {value!r}")
-    if value < 1:
-        raise UsageError(f"{name} must be at least 1, not {value}")
+    if value < least:
+        raise UsageError(f"{name} must be at least {least}, not {value}")
     return value
 
 
