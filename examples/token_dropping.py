@@ -39,9 +39,8 @@ def make_dropper(rope, keep):
 def fill(batch, ctx, prompts, salt):
     """Add every prompt to the batch, under a salt that keeps the KV of both batches apart."""
     for prompt in prompts:
-        stream = lmc_stream.create_request(
-            ctx, ctx.post_completion, ctx.encode(prompt["prompt"]), cache_salt=salt
-        )
+        tokens = ctx.chat([{"role": "user", "content": prompt["prompt"]}])
+        stream = lmc_stream.create_request(ctx, ctx.post_completion, tokens, cache_salt=salt)
         batch.add(stream, custom_id=prompt["custom_id"])
 
 

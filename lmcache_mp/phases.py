@@ -11,7 +11,7 @@ from lmcache_mp import records
 from lmcache_mp.errors import RemoteError, StreamFailure
 from lmcache_mp.metrics.phase import PhaseData
 from lmcache_mp.passes.outcome import PassLabel
-from lmcache_mp.passes.state import Edited, Generated, Scalar
+from lmcache_mp.passes.state import Edited, Scalar
 from lmcache_mp.pool.failures import unpack
 from lmcache_mp.pool.messages import Done
 from lmcache_mp.pool.pool import Lost
@@ -20,7 +20,10 @@ from lmcache_mp.stream import StreamPerfMetrics
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """How a stream's pass ended: raw record, text or info, or a failure."""
+    """How a stream's pass ended: its raw record, and an edit's info or the failure.
+
+    ``text`` is the stream's whole output by then.
+    """
 
     row: bytes
     times: bytes = b""
@@ -35,8 +38,11 @@ def row_dtype(phase: str) -> np.dtype[np.void]:
     return records.MODIFY if phase == "modify" else records.GENERATE
 
 
-def result_of(end: Done | Lost, stream_id: str, phase: str) -> PassResult:
-    """A pass' end, as a worker reported it or as its worker's death left it."""
+def result_of(end: Done | Lost, stream_id: str, phase: str, text: str) -> PassResult:
+    """A pass' end, as a worker reported it or as its worker's death left it.
+
+    ``text`` is the stream's whole output by now.
+    """
     if isinstance(end, Lost):
         label = PassLabel(stream_id, end.stream, end.attempt, end.worker)
         row = label.failed_row(row_dtype(phase), end.pid or 0)
@@ -50,7 +56,7 @@ def result_of(end: Done | Lost, stream_id: str, phase: str) -> PassResult:
             end.pid,
             getattr(end.error, "exit_code", None),
         )
-        return PassResult(row, failure=failure)
+        return PassResult(row, text=text, failure=failure)
     if end.failure is not None:
         error = unpack(end.failure)
         pid = int(np.frombuffer(end.row, row_dtype(phase))["pid"][0])
@@ -63,8 +69,7 @@ def result_of(end: Done | Lost, stream_id: str, phase: str) -> PassResult:
             end.failure.traceback,
             pid,
         )
-        return PassResult(end.row, end.times, end.counts, failure=failure)
-    text = end.change.text if isinstance(end.change, Generated) else ""
+        return PassResult(end.row, end.times, end.counts, text, failure=failure)
     info = end.change.info if isinstance(end.change, Edited) else None
     return PassResult(end.row, end.times, end.counts, text, info)
 

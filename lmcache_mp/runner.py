@@ -174,12 +174,13 @@ class Runner:
 
     def _on_end(self, phase: str, results: dict[str, PassResult], end: Done | Lost) -> None:
         stream_id = self._members.names[end.stream]
+        stream = self._members[stream_id].stream
         if isinstance(end, Done):
             if end.warning:
                 warnings.warn(f"stream {stream_id}: {end.warning}", RuntimeWarning, stacklevel=2)
             if end.change is not None:
-                self._members[stream_id].stream.commit(end.change)
-        result = result_of(end, stream_id, phase)
+                stream.commit(end.change)
+        result = result_of(end, stream_id, phase, stream.output_text())
         results[stream_id] = result
         if phase != "modify":  # at once: an interrupt must not lose what has ended
             self.latest[stream_id] = result

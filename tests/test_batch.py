@@ -67,7 +67,7 @@ def test_three_phases_leave_streams_reports_and_frames(
     # 9 * 2 = 18 comes out of the prefill; the edit keeps 4 of 8 tokens, and the 9th and 18 follow.
     assert stream.tokens == [2, 2, 2, 2, 2, 18, 28, 29, 30]
     assert stream.output_tokens() == [18, 28, 29, 30]
-    assert stream.output_text() == "18 28 29 30 "
+    assert stream.output_text() == frame.at[ids[1], "output_text"] == "18 28 29 30 "
     assert stream.decoded_tokens() == 4
     assert list(frame["input_tokens"]) == [6] * 5
     assert decode.to_dict()["metrics"]["results"]["output_tokens"] == 15

@@ -28,7 +28,7 @@ class PhaseData:
     ``records``: rows of ``records.GENERATE`` or ``records.MODIFY``; a pass that never began is a
     failed row with ``attempt`` 0.
     ``events``: the ragged events of a prefill or decode; None for a modify.
-    ``texts``: what each pass generated; may be left empty.
+    ``texts``: each stream's whole output by the end of the phase; may be left empty.
     ``infos``: the flat dict that each edit returned, or None; may be left empty.
     ``failures``: by stream id, those of this phase.
     ``setup_s``: seconds spent starting workers, not part of ``duration``.
