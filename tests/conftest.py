@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
+
+# Before numpy loads: test processes run side by side, and a BLAS that takes every core for each
+# of them makes all of them wait.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
