@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import select
@@ -13,14 +12,13 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lmcache_mp.pool.files import raise_limit
+
 if TYPE_CHECKING:
     from multiprocess.connection import Connection
 
 #: Linux' fcntl commands that Python's module does not name everywhere: fcntl(2).
 _F_SETSIG = 10
-
-#: Enough open files for any number of streams; some systems' hard limit costs memory.
-_MOST_FILES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -46,26 +44,13 @@ def worker_main(
     os.environ.update(inherited.environment)
     hold_lifeline(lifeline)
     faulthandler.enable(file=crash.fileno())
-    raise_file_limit()
+    raise_limit()
     from lmcache_mp.pool.worker import Worker, seed_random_streams
 
     seed_random_streams(inherited.seed, inherited.index)
     sock = socket.socket(fileno=os.dup(queues.fileno()))
     queues.close()
     Worker(sock, inherited.index, inherited.log_level).run()
-
-
-def raise_file_limit() -> None:
-    """As many open files as the system allows: each stream of a remote engine holds a socket."""
-    try:
-        import resource  # not on every platform
-    except ImportError:
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def hold_lifeline(lifeline: Connection) -> None:

@@ -82,34 +82,44 @@ def _thread_limits(threads: int) -> dict[str, str]:
 
 
 class Lifeline:
-    """A pipe whose closing ends the workers: the parent holds the write end as long as it lives."""
+    """A pipe whose closing ends a worker: the parent holds the write end as long as it lives.
+
+    Every worker has its own: whom the kernel tells of a hang-up belongs to the open file, so of
+    workers that shared one only the last would be told.
+    """
 
     def __init__(self) -> None:
-        self.reader, self._writer = os.pipe()
+        reader, self._writer = os.pipe()
+        self.reader = Connection(reader, writable=False)
         _close_in_forked_children(self)
 
     def close(self) -> None:
-        """Let go; every worker that still holds the other end is ended."""
-        for fd in (self.reader, self._writer):
-            if fd >= 0:
-                os.close(fd)
-        self.reader = self._writer = -1
+        """Let go; a worker that still holds the other end is ended."""
+        self.reader.close()
+        if self._writer >= 0:
+            os.close(self._writer)
+        self._writer = -1
 
 
 class WorkerProcess:
     """A worker as its parent sees it: a process, its exit, and the parent's end of its queues."""
 
-    def __init__(self, settings: WorkerSettings, lifeline: Lifeline, index: int) -> None:
+    def __init__(self, settings: WorkerSettings, index: int) -> None:
+        if multiprocess.current_process().daemon:
+            raise UsageError(
+                "a daemonic process, such as one of a multiprocess.Pool, can't have workers: use "
+                "the batch in a process that is started with daemon=False"
+            )
         context = multiprocess.get_context(settings.start_method)
         mine, theirs = socket.socketpair()
         child_end = Connection(theirs.detach())
-        line = Connection(os.dup(lifeline.reader), writable=False)
+        self._lifeline = Lifeline()
         self._crash_file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the worker
         crash = Connection(os.dup(self._crash_file.fileno()), readable=False)
         inherited = WorkerInheritance(
             index, settings.environment(), settings.seed, logging.getLogger().level
         )
-        arguments = (child_end, line, crash, inherited)
+        arguments = (child_end, self._lifeline.reader, crash, inherited)
         self._process = context.Process(
             target=worker_main, args=arguments, name=f"lmcache_mp-worker-{index}", daemon=False
         )
@@ -118,8 +128,12 @@ class WorkerProcess:
                 if settings.start_method == "forkserver":
                     _ensure_forkserver(context)
                 self._process.start()
+        except BaseException:
+            for mine_alone in (mine, self._lifeline, self._crash_file):
+                mine_alone.close()
+            raise
         finally:
-            for end in (child_end, line, crash):
+            for end in (child_end, self._lifeline.reader, crash):
                 end.close()
         self.index = index
         self.pid: int = self._process.pid
@@ -127,6 +141,7 @@ class WorkerProcess:
         self.talks = True
         self._pidfd = _open_pidfd(self.pid)
         _close_in_forked_children(self.queues)
+        _workers.add(self)
 
     @property
     def exit_fd(self) -> int:
@@ -157,6 +172,10 @@ class WorkerProcess:
         self.talks = not closed
         return frames
 
+    def disown(self) -> None:
+        """In a forked child, which would join the process at exit and can't."""
+        multiprocess.process._children.discard(self._process)
+
     def kill(self) -> None:
         """End the process now."""
         with contextlib.suppress(ProcessLookupError):
@@ -174,6 +193,7 @@ class WorkerProcess:
     def dispose(self) -> None:
         """Release what the parent holds of an ended process."""
         self.queues.close()
+        self._lifeline.close()
         self._crash_file.close()
         if self._pidfd is not None:
             os.close(self._pidfd)
@@ -273,6 +293,7 @@ def _ensure_forkserver(context: multiprocess.context.ForkServerContext) -> None:
 
 
 _held: weakref.WeakSet[Lifeline | ParentEnd] = weakref.WeakSet()
+_workers: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()
 
 
 def _close_in_forked_children(held: Lifeline | ParentEnd) -> None:
@@ -281,8 +302,21 @@ def _close_in_forked_children(held: Lifeline | ParentEnd) -> None:
 
 
 def _after_fork_in_child() -> None:
+    global _starting
+    _starting = threading.RLock()  # a thread that is not here any more may have held it
     for held in list(_held):
         held.close()
+    for worker in list(_workers):
+        worker.disown()
+    _forget_forkserver()
+
+
+def _forget_forkserver() -> None:
+    """A forked child can't wait for its parent's forkserver, nor may it keep that alive."""
+    server = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        os.close(server._forkserver_alive_fd)
+    server.__init__()
 
 
 if hasattr(os, "register_at_fork"):

@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from lmcache_mp.pool.messages import Logged, Printed
 
@@ -127,8 +127,17 @@ def redirect(send: Callable[[Printed | Logged], None], log_level: int) -> None:
     root.setLevel(log_level)
 
 
-def show_printed(printed: Printed, label: str | None) -> None:
-    """In the parent: write a line to the stream of that name as it is now."""
+def show(output: Printed | Logged, labels: Sequence[str]) -> None:
+    """In the parent: pass on what a worker printed or logged; ``labels`` are those of streams."""
+    label = None if output.stream is None else labels[output.stream]
+    if isinstance(output, Printed):
+        _show_printed(output, label)
+    else:
+        _show_logged(output, label)
+
+
+def _show_printed(printed: Printed, label: str | None) -> None:
+    """Write a line to the stream of that name as it is now."""
     target = sys.stdout if printed.name == "stdout" else sys.stderr
     if target is None:  # a program without a console
         return
@@ -137,8 +146,8 @@ def show_printed(printed: Printed, label: str | None) -> None:
         target.flush()
 
 
-def show_logged(logged: Logged, label: str | None) -> None:
-    """In the parent: hand a record to the logger of its name."""
+def _show_logged(logged: Logged, label: str | None) -> None:
+    """Hand a record to the logger of its name."""
     record = logging.makeLogRecord(pickle.loads(logged.record))
     if label:
         record.msg = f"[{label}] {record.msg}"

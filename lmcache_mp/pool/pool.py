@@ -16,7 +16,8 @@ from lmcache_mp import records
 from lmcache_mp.errors import LMCacheMPError, StreamTimeout, UsageError, WorkerDied
 from lmcache_mp.pool import state as core
 from lmcache_mp.pool.deadlines import GRACE, Deadlines
-from lmcache_mp.pool.launch import Lifeline, WorkerSettings, end_all
+from lmcache_mp.pool.files import make_room
+from lmcache_mp.pool.launch import WorkerSettings, end_all
 from lmcache_mp.pool.messages import (
     Adopt,
     Adopted,
@@ -38,7 +39,7 @@ from lmcache_mp.pool.messages import (
     load_result,
 )
 from lmcache_mp.pool.objects import UserObjects
-from lmcache_mp.pool.output import show_logged, show_printed
+from lmcache_mp.pool.output import show
 from lmcache_mp.pool.slot import Death, Slot
 
 #: Seconds that a worker has to stop the passes of a cancelled phase, and to close.
@@ -94,7 +95,6 @@ class Pool:
         self._max_restarts = max_restarts
         self._names = names
         self._labels = labels
-        self._lifeline = Lifeline()
         self._selector = selectors.DefaultSelector()
         self._slots: list[Slot] = []
         self._state = core.PoolState()
@@ -128,6 +128,7 @@ class Pool:
             while len(self._slots) < size:
                 self._slots.append(Slot(len(self._slots), self._selector))
                 self._state.add_worker()
+            make_room(sum(slot.process is None for slot in self._slots))
             self._open_failures.clear()
             self._state.step(self._poll(0.0))
             restarts = 0
@@ -151,7 +152,7 @@ class Pool:
         return all(slot.opened for slot in self._slots)
 
     def _launch(self, slot: Slot) -> None:
-        slot.launch(self._settings, self._lifeline, self._objects, time.monotonic())
+        slot.launch(self._settings, self._objects, time.monotonic())
 
     def _kill_slow_starters(self, timeout: float | None) -> None:
         if timeout is None:
@@ -339,7 +340,7 @@ class Pool:
             if phase is not None and result.generation == phase.generation:
                 phase.deadlines.begin(slot.index, result.stream, time.monotonic())
         elif isinstance(result, Printed | Logged):
-            self._show(result)
+            show(result, self._labels)
         elif isinstance(result, Opened):
             self._open_failures += result.failures
             slot.opened = True
@@ -353,14 +354,6 @@ class Pool:
                 f"process {records.VERSION}: install the same lmcache_mp everywhere"
             )
         return []
-
-    def _show(self, result: Printed | Logged) -> None:
-        known = result.stream is not None and result.stream < len(self._labels)
-        label = self._labels[result.stream] if known and result.stream is not None else None
-        if isinstance(result, Printed):
-            show_printed(result, label)
-        else:
-            show_logged(result, label)
 
     def _bury(self, slot: Slot) -> core.WorkerLost:
         self._last_death = slot.bury()
@@ -376,6 +369,11 @@ class Pool:
     # --- closing ----------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
+        if os.getpid() != self._owner_pid:
+            raise UsageError(
+                f"the batch belongs to process {self._owner_pid}, which this one was forked from: "
+                "make another here"
+            )
         if self._closed.is_set():
             raise UsageError("the batch is closed")
 
@@ -396,10 +394,9 @@ class Pool:
             for frame in end_all(processes, CLOSE_GRACE):
                 result = load_result(frame)
                 if isinstance(result, Printed | Logged):
-                    self._show(result)
+                    show(result, self._labels)
             for slot in self._slots:
                 slot.process = None
-            self._lifeline.close()
             self._selector.close()
             self._waker.close()
             self._wake_end.close()

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lmcache_mp.errors import LMCacheMPError, WorkerDied
-from lmcache_mp.pool.launch import Lifeline, WorkerProcess, WorkerSettings
+from lmcache_mp.pool.launch import WorkerProcess, WorkerSettings
 from lmcache_mp.pool.messages import Command, Load, Open, dump
 from lmcache_mp.pool.objects import UserObjects
 
@@ -47,11 +47,9 @@ class Slot:
         self._selector = selector
         self._writing = False
 
-    def launch(
-        self, settings: WorkerSettings, lifeline: Lifeline, objects: UserObjects, now: float
-    ) -> None:
+    def launch(self, settings: WorkerSettings, objects: UserObjects, now: float) -> None:
         """Start a process, which knows of nothing yet, and have it open what is to be opened."""
-        self.process = process = WorkerProcess(settings, lifeline, self.index)
+        self.process = process = WorkerProcess(settings, self.index)
         self.launched_at = now
         self._writing = False
         self.adopted.clear()
