@@ -20,8 +20,8 @@ _current = threading.local()
 
 
 @contextlib.contextmanager
-def labelled(stream: int) -> Iterator[None]:
-    """What this thread prints and logs inside is that stream's."""
+def labelled(stream: int | None) -> Iterator[None]:
+    """What this thread prints and logs inside is that stream's; in the end its line is sent."""
     _current.stream = stream
     try:
         yield
@@ -141,8 +141,13 @@ def _show_printed(printed: Printed, label: str | None) -> None:
     target = sys.stdout if printed.name == "stdout" else sys.stderr
     if target is None:  # a program without a console
         return
+    text = f"[{label}] {printed.line}\n" if label else f"{printed.line}\n"
     with contextlib.suppress(ValueError, OSError):  # closed by now: there is nobody to tell
-        target.write(f"[{label}] {printed.line}\n" if label else f"{printed.line}\n")
+        try:
+            target.write(text)
+        except UnicodeEncodeError:
+            encoding = target.encoding or "ascii"
+            target.write(text.encode(encoding, "backslashreplace").decode(encoding))
         target.flush()
 
 

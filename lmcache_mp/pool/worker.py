@@ -107,7 +107,12 @@ class Worker:
                 self._run_edit(self._edits.popleft())
             else:
                 self._execute(command)
-        self._close()
+        with labelled(None):
+            self._close()
+        with self._lock:
+            busy = bool(self._running)
+        if busy:  # a pass that still runs would keep the process alive
+            os._exit(0)
 
     def _read(self) -> None:
         while True:
@@ -152,11 +157,12 @@ class Worker:
 
     def _open(self, numbers: Sequence[int]) -> None:
         failures = []
-        for number in numbers:
-            try:
-                _call_if_there(self._objects.get(number), "open")
-            except BaseException as error:  # a user's object may raise anything
-                failures.append(pack(error))
+        with labelled(None):
+            for number in numbers:
+                try:
+                    _call_if_there(self._objects.get(number), "open")
+                except BaseException as error:  # a user's object may raise anything
+                    failures.append(pack(error))
         self._send(Opened(tuple(failures)))
 
     def _close(self) -> None:
@@ -167,10 +173,6 @@ class Worker:
         for thing in self._objects.all_loaded():
             with contextlib.suppress(Exception):
                 _call_if_there(thing, "close")
-        with self._lock:
-            busy = bool(self._running)
-        if busy:  # a pass that still runs would keep the process alive
-            os._exit(0)
 
     # --- passes -----------------------------------------------------------------------------------
 
