@@ -9,7 +9,7 @@ BLAS takes other kernels for other shapes. So
 * decoding always multiplies 2 to 8 rows, with the weights seen as blocks of 64 rows, and attends
   for each stream alone.
 
-Which paddings make rows equal depends on the BLAS: it is measured when a model is opened.
+Which paddings make rows equal depends on the BLAS: it is measured, with the model's own shapes.
 Decoding's bits differ from prefill's in the last place.
 """
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -98,7 +97,7 @@ class Llama:
         self._weights = weights
         self._scale = np.float32(self.config.head_dim**-0.5)
         self._eps = np.float32(self.config.norm_eps)
-        self._paddings = measure_paddings(weights)
+        self._paddings = Paddings(weights)
 
     @classmethod
     def open(cls, model: str | os.PathLike[str] | None) -> Llama:
@@ -112,7 +111,8 @@ class Llama:
     def prefill(self, tokens: ArrayLike, cache: KVCache, *, all_logits: bool = False) -> F32:
         """Compute ``tokens`` [n], which follow those of ``cache``, and append their KV.
 
-        Returns the logits of the last one, [V], or of all, [n, V].
+        Returns the logits of the last one, [V], or of all, [n, V]. Bits do not depend on how a
+        prompt is cut as long as it is cut at multiples of BLOCK.
         """
         ids = np.asarray(tokens, np.int64)
         if not len(ids):
@@ -129,7 +129,7 @@ class Llama:
             last: F32 = self._head(hidden[-1][-1:])[0]
             return last
         head = self._weights.head
-        logits = [self._norm(self._padded(x), self._weights.norm) @ head.T for x in hidden]
+        logits = [self._norm(_padded(x, BLOCK), self._weights.norm) @ head.T for x in hidden]
         vocab = self.config.vocab
         parts = [y[: len(x), :vocab] for x, y in zip(hidden, logits, strict=True)]
         return np.concatenate(parts)
@@ -162,12 +162,12 @@ class Llama:
     def _prefill_block(self, ids: NDArray[np.int64], cache: KVCache) -> F32:
         """Hidden states [n, E] of tokens within one block, whose KV is appended."""
         count, start, hidden = len(ids), cache.length, self.config.hidden
+        span = _whole(start + count, BLOCK)
         x = self._weights.embedding[ids]
         if not cache.edited:
-            x = self._padded(x)
+            x = _padded(x, self._paddings.prefill(span))
         positions = np.arange(cache.position, cache.position + len(x))
         cos, sin = self.config.rope.tables(positions)
-        span = _whole(start + count, BLOCK)
         mask = np.triu(np.full((len(x), span), -np.inf, np.float32), start + 1)
         for index, layer in enumerate(self._weights.layers):
             q, k, v = self._split(self._norm(x, layer.norm_attention) @ layer.qkv.T, cos, sin)
@@ -196,11 +196,6 @@ class Llama:
         mixed: F32 = (scores @ values).reshape(kv_heads, group, rows, width)
         by_row: F32 = mixed.transpose(2, 0, 1, 3).reshape(rows, heads * width)
         return by_row
-
-    def _padded(self, x: F32) -> F32:
-        """Rows [n, E], filled up with zeros to the quantum that makes rows equal."""
-        missing = _whole(len(x), self._paddings.prefill) - len(x)
-        return np.concatenate([x, np.zeros((missing, x.shape[1]), np.float32)]) if missing else x
 
     # --- decode -----------------------------------------------------------------------------------
 
@@ -274,51 +269,61 @@ def multiply_rows(x: F32, weights: F32, least_rows: int) -> F32:
 # --- paddings -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
 class Paddings:
-    """Rows that products are padded to: prefill's to a multiple, decoding's to a least count."""
-
-    prefill: int
-    decode: int
-
-
-def measure_paddings(weights: Weights) -> Paddings:
-    """The least paddings with which rows are bitwise equal, by trying the model's own shapes.
+    """The least paddings with which rows are bitwise equal, found by trying the model's own shapes.
 
     Padding to the whole block, or to eight rows, always is right, as the shapes are then the same.
+    A decoding step has at least ``decode`` rows.
     """
-    layer = weights.layers[0]
-    matrices = [layer.qkv, layer.out, layer.gate_up, layer.down]
-    quantum = next(q for q in _QUANTA if _prefill_rows_equal(matrices, weights.config, q))
-    least = 2 if all(map(_decode_rows_equal, matrices)) else MOST_ROWS
-    return Paddings(quantum, least)
+
+    def __init__(self, weights: Weights) -> None:
+        layer = weights.layers[0]
+        self._matrices = [layer.qkv, layer.out, layer.gate_up, layer.down]
+        self._config = weights.config
+        self._weights_equal: dict[int, bool] = {}  # by quantum
+        self._prefill: dict[int, int] = {}  # by span
+        self.decode = 2 if all(map(_decode_rows_equal, self._matrices)) else MOST_ROWS
+
+    def prefill(self, span: int) -> int:
+        """The quantum of the rows of a block that attends to ``span`` keys.
+
+        A BLAS may choose its kernel by the count of keys too, so each span is tried as it comes.
+        """
+        if span not in self._prefill:
+            self._prefill[span] = next(q for q in _QUANTA if self._rows_equal(q, span))
+        return self._prefill[span]
+
+    def _rows_equal(self, quantum: int, span: int) -> bool:
+        if quantum not in self._weights_equal:
+            self._weights_equal[quantum] = _weight_rows_equal(self._matrices, quantum)
+        return self._weights_equal[quantum] and _attention_rows_equal(self._config, quantum, span)
 
 
-def _prefill_rows_equal(matrices: Sequence[F32], config: LlamaConfig, quantum: int) -> bool:
-    if quantum == BLOCK:
-        return True
-    most = _whole(BLOCK, quantum)
+def _row_counts(quantum: int) -> range:
+    """Multiples of a quantum to try: the least, and enough for every remainder of a kernel."""
+    return range(quantum, _whole(BLOCK, quantum), 3 * quantum)
+
+
+def _weight_rows_equal(matrices: Sequence[F32], quantum: int) -> bool:
     random = np.random.default_rng(0)
-    counts = range(quantum, most, 3 * quantum)
     for matrix in matrices:
-        rows = random.standard_normal((most, matrix.shape[1]), np.float32)
+        rows = random.standard_normal((_whole(BLOCK, quantum), matrix.shape[1]), np.float32)
         whole = rows @ matrix.T
-        if not all(np.array_equal(rows[:n] @ matrix.T, whole[:n]) for n in counts):
+        if not all(np.array_equal(rows[:n] @ matrix.T, whole[:n]) for n in _row_counts(quantum)):
             return False
-    group, width = config.heads // config.kv_heads, config.head_dim
-    queries = random.standard_normal((group, most, width), np.float32)
-    for span in (BLOCK, 3 * BLOCK):
-        keys = random.standard_normal((span, width), np.float32)
-        whole = _attention_products(queries, keys)
-        for n in counts:
-            if not np.array_equal(_attention_products(queries[:, :n], keys), whole[:, :n]):
-                return False
     return True
 
 
-def _whole(count: int, quantum: int) -> int:
-    """``count`` rounded up to a multiple of ``quantum``."""
-    return -(-count // quantum) * quantum
+def _attention_rows_equal(config: LlamaConfig, quantum: int, span: int) -> bool:
+    random = np.random.default_rng(0)
+    group, width = config.heads // config.kv_heads, config.head_dim
+    queries = random.standard_normal((group, _whole(BLOCK, quantum), width), np.float32)
+    keys = random.standard_normal((span, width), np.float32)
+    whole = _attention_products(queries, keys)
+    return all(
+        np.array_equal(_attention_products(queries[:, :n], keys), whole[:, :n])
+        for n in _row_counts(quantum)
+    )
 
 
 def _attention_products(queries: F32, keys: F32) -> F32:
@@ -336,3 +341,14 @@ def _decode_rows_equal(matrix: F32) -> bool:
     return all(
         np.array_equal(multiply_rows(x[:n], matrix, 2), whole[:n]) for n in range(1, MOST_ROWS)
     )
+
+
+def _whole(count: int, quantum: int) -> int:
+    """``count`` rounded up to a multiple of ``quantum``."""
+    return -(-count // quantum) * quantum
+
+
+def _padded(x: F32, quantum: int) -> F32:
+    """Rows [n, E], filled up with zeros to a multiple of ``quantum``."""
+    missing = _whole(len(x), quantum) - len(x)
+    return np.concatenate([x, np.zeros((missing, x.shape[1]), np.float32)]) if missing else x

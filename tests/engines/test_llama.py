@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -31,6 +35,38 @@ def test_a_tokens_kv_does_not_depend_on_what_follows(llama: Llama) -> None:
     for length in lengths:
         part = prefilled(llama, tokens[:length])[0]
         assert np.array_equal(part.export(0, length), whole[:, :, :length]), length
+
+
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_nor_does_it_with_the_kernels_that_the_machine_would_choose(threads: str) -> None:
+    """A BLAS takes other kernels on other processors; here they may have been set by hand."""
+    program = """
+import numpy as np
+from lmcache_mp.engines.llama import Llama
+
+llama = Llama.open("random:0")
+tokens = np.random.default_rng(0).integers(0, 256, 1100)
+
+def kv(length):
+    cache = llama.new_cache()
+    llama.prefill(tokens[:length], cache)
+    return cache.export(0, length)
+
+whole = kv(1100)
+for length in (1, 20, 60, 130, 250, 257, 300, 400, 513, 530, 600, 769, 800, 1025):
+    assert np.array_equal(kv(length), whole[:, :, :length]), length
+"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("OPENBLAS_")}
+    environment["OPENBLAS_NUM_THREADS"] = threads
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_going_on_from_stored_blocks_equals_a_cold_prefill(llama: Llama) -> None:
