@@ -343,10 +343,9 @@ class _GgufReader:
             raise UsageError(
                 f"{self._path} rotates a part of each head, which can't be computed here"
             )
-        eos, bos = (
-            self._field("tokenizer.ggml.eos_token_id"),
-            self._field("tokenizer.ggml.bos_token_id"),
-        )
+        # A chat model may end its turn with another token than a text.
+        ends = (self._field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot"))
+        bos = self._field("tokenizer.ggml.bos_token_id")
         return LlamaConfig(
             name=name,
             layers=int(self._number("block_count")),
@@ -359,7 +358,7 @@ class _GgufReader:
             context_length=int(self._number("context_length")),
             norm_eps=self._number("attention.layer_norm_rms_epsilon"),
             rope=Rope(head_dim, self._number("rope.freq_base")),
-            eos_ids=() if eos is None else (int(eos),),
+            eos_ids=tuple(dict.fromkeys(int(end) for end in ends if end is not None)),
             bos_id=None if bos is None else int(bos),
             add_bos=bool(self._field("tokenizer.ggml.add_bos_token") or False),
         )

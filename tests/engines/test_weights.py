@@ -54,6 +54,12 @@ def test_the_config_is_the_files(tmp_path: Path) -> None:
     assert (config.eos_ids, config.bos_id, config.add_bos) == ((2,), 1, True)
 
 
+def test_a_turns_end_ends_a_sequence_too(tmp_path: Path) -> None:
+    other = open_config(write(tmp_path / "a.gguf", tokenizer__ggml__eot_token_id=7))
+    same = open_config(write(tmp_path / "b.gguf", tokenizer__ggml__eot_token_id=2))
+    assert (other.eos_ids, same.eos_ids) == ((2, 7), (2,))
+
+
 def test_absent_fields_have_the_formats_defaults(tmp_path: Path) -> None:
     """Without a count of KV heads each head has its own; a head's width follows from the rest."""
     tensors = random_tensors()
