@@ -282,7 +282,9 @@ def test_global_random_streams_differ_between_workers_and_repeat_with_the_seed(
             batch.prefill({})
             frame = batch.modify(numbers).to_frame()
             assert frame["worker_pid"].nunique() == 2
-        return dict(zip(frame["custom_id"], zip(frame["random"], frame["numpy"])))
+        return dict(
+            zip(frame["custom_id"], zip(frame["random"], frame["numpy"], strict=True), strict=True)
+        )
 
     first, again, other = draw(1), draw(1), draw(2)
     assert first == again
