@@ -14,7 +14,7 @@ from lmcache_mp.passes.outcome import PassLabel
 from lmcache_mp.passes.state import Edited, Scalar
 from lmcache_mp.pool.failures import unpack
 from lmcache_mp.pool.messages import Done
-from lmcache_mp.pool.pool import Lost
+from lmcache_mp.pool.slot import Lost
 from lmcache_mp.stream import StreamPerfMetrics
 
 

@@ -18,7 +18,8 @@ from lmcache_mp.phases import PassResult, PhaseResult, result_of
 from lmcache_mp.pool.cores import usable_cores
 from lmcache_mp.pool.launch import WorkerSettings
 from lmcache_mp.pool.messages import Done, Failure, Generate, Modify
-from lmcache_mp.pool.pool import Lost, Pool
+from lmcache_mp.pool.pool import Pool
+from lmcache_mp.pool.slot import Lost
 from lmcache_mp.pool.state import Plan
 
 #: Edits that a worker has at once: one that runs, and one whose KV is being fetched.

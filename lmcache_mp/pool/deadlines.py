@@ -19,8 +19,8 @@ class Deadlines:
     def __init__(self, timeout: float | None) -> None:
         self._timeout = timeout
         self._passes: dict[int, tuple[int, float]] = {}
-        self._heard: dict[int, float] = {}
         self._pinged: dict[int, float] = {}
+        self._unanswered: dict[int, float] = {}
 
     @property
     def active(self) -> bool:
@@ -36,13 +36,13 @@ class Deadlines:
         """A pass has ended, or is no longer waited for."""
         self._passes.pop(stream, None)
 
-    def heard(self, worker: int, now: float) -> None:
-        """A worker has said something, or has been given work after being idle."""
-        self._heard[worker] = now
+    def heard(self, worker: int) -> None:
+        """A worker has said something."""
+        self._unanswered.pop(worker, None)
 
     def forget(self, worker: int) -> None:
         """A worker's process has ended."""
-        self._heard.pop(worker, None)
+        self._unanswered.pop(worker, None)
         self._pinged.pop(worker, None)
         self._passes = {s: pass_ for s, pass_ in self._passes.items() if pass_[0] != worker}
 
@@ -61,6 +61,8 @@ class Deadlines:
             return []
         due = [w for w in busy if now - self._pinged.get(w, -_PING_EVERY) >= _PING_EVERY]
         self._pinged.update(dict.fromkeys(due, now))
+        for worker in due:
+            self._unanswered.setdefault(worker, now)
         return due
 
     def due(self, busy: Iterable[int], now: float) -> list[Event]:
@@ -69,7 +71,8 @@ class Deadlines:
             return []
         events: list[Event] = []
         for worker in busy:
-            if now - self._heard.setdefault(worker, now) > self._timeout + GRACE:
+            # Counted from the question, not the last answer: this process may have been stopped.
+            if now - self._unanswered.get(worker, now) > self._timeout + GRACE:
                 overdue = tuple(
                     s for s, (w, end) in self._passes.items() if w == worker and end <= now
                 )

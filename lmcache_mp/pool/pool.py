@@ -40,22 +40,11 @@ from lmcache_mp.pool.messages import (
 )
 from lmcache_mp.pool.objects import UserObjects
 from lmcache_mp.pool.output import show
-from lmcache_mp.pool.slot import Death, Slot
+from lmcache_mp.pool.slot import Death, Lost, Slot
 
 #: Seconds that a worker has to stop the passes of a cancelled phase, and to close.
 CANCEL_GRACE = 2.0
 CLOSE_GRACE = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A pass that ended with its worker, or by its timeout, instead of with a result."""
-
-    stream: int
-    worker: int
-    attempt: int
-    pid: int | None
-    error: WorkerDied | StreamTimeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +149,7 @@ class Pool:
         for slot in self._slots:
             late = time.monotonic() - slot.launched_at > timeout + GRACE
             if slot.process is not None and not slot.opened and late:
-                slot.kill()
+                slot.kill(f"had not opened its contexts and engines after {timeout:g} s")
 
     # --- a phase ----------------------------------------------------------------------------------
 
@@ -211,7 +200,7 @@ class Pool:
                     instruction.stream, instruction.worker, instruction.attempt, error, phase
                 )
             elif isinstance(instruction, core.KillWorker):
-                self._slots[instruction.worker].kill()
+                self._slots[instruction.worker].kill("did not answer in time")
             elif isinstance(instruction, core.StartWorker):
                 self._launch(self._slots[instruction.worker])
             else:
@@ -228,8 +217,6 @@ class Pool:
         if new:
             slot.send(Adopt(tuple(phase.adopted(stream) for stream in new)))
             slot.adopted.update(new)
-        if phase.deadlines.active:
-            phase.deadlines.heard(slot.index, time.monotonic())
         announce = phase.deadlines.active
         slot.send(Run(phase.generation, phase.work, assign.streams, assign.attempt, announce))
 
@@ -286,7 +273,7 @@ class Pool:
         finally:
             for slot in busy:
                 if slot.index in self._cancelling and slot.process is not None:
-                    slot.kill()
+                    slot.kill("did not stop when it was cancelled")
                     slot.process.has_ended(1.0)
                     self._state.step([self._bury(slot)])
             self._cancelling = set()
@@ -322,11 +309,11 @@ class Pool:
         events: list[core.Event] = []
         for frame in frames:
             events += self._take(slot, load_result(frame), phase)
-        if phase is not None and phase.deadlines.active and frames:
-            phase.deadlines.heard(slot.index, time.monotonic())
+        if phase is not None and frames:
+            phase.deadlines.heard(slot.index)
         if closed:  # only the exit says that the end is there
             slot.stop_reading()
-            slot.kill()
+            slot.kill("closed its connection")
         return events
 
     def _take(self, slot: Slot, result: Result, phase: _Phase | None) -> list[core.Event]:
@@ -357,6 +344,7 @@ class Pool:
 
     def _bury(self, slot: Slot) -> core.WorkerLost:
         self._last_death = slot.bury()
+        self._cancelling.discard(slot.index)
         return core.WorkerLost(slot.index)
 
     def forget(self, number: int) -> None:

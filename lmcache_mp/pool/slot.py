@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lmcache_mp.errors import LMCacheMPError, WorkerDied
+from lmcache_mp.errors import LMCacheMPError, StreamTimeout, WorkerDied
 from lmcache_mp.pool.launch import WorkerProcess, WorkerSettings
 from lmcache_mp.pool.messages import Command, Load, Open, dump
 from lmcache_mp.pool.objects import UserObjects
@@ -34,6 +34,17 @@ class Death:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A pass that ended with its worker, or by its timeout, instead of with a result."""
+
+    stream: int
+    worker: int
+    attempt: int
+    pid: int | None
+    error: WorkerDied | StreamTimeout
+
+
 class Slot:
     """One worker of the pool, over the processes that follow each other in it."""
 
@@ -45,12 +56,14 @@ class Slot:
         self.adopted: set[int] = set()
         self.loaded: set[int] = set()
         self._selector = selector
+        self._fault = ""
         self._writing = False
 
     def launch(self, settings: WorkerSettings, objects: UserObjects, now: float) -> None:
         """Start a process, which knows of nothing yet, and have it open what is to be opened."""
         self.process = process = WorkerProcess(settings, self.index)
         self.launched_at = now
+        self._fault = ""
         self._writing = False
         self.adopted.clear()
         self.loaded.clear()
@@ -97,9 +110,10 @@ class Slot:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(self.process.queues)
 
-    def kill(self) -> None:
-        """End the process; its exit will be seen."""
-        if self.process is not None:
+    def kill(self, fault: str) -> None:
+        """End the process for its ``fault``; its exit will be seen."""
+        if self.process is not None and not self.process.has_ended():
+            self._fault = self._fault or fault
             self.process.kill()
 
     def bury(self) -> Death:
@@ -109,7 +123,8 @@ class Slot:
             raise LMCacheMPError(f"worker {self.index} has no process")
         code = process.exit_code()
         report = process.crash_report()
-        text = f"worker {self.index} (pid {process.pid}) {manner_of_death(code)}"
+        how = f"{self._fault} and was killed" if self._fault else manner_of_death(code)
+        text = f"worker {self.index} (pid {process.pid}) {how}"
         self.stop_reading()
         self._selector.unregister(process.exit_fd)
         process.dispose()

@@ -201,7 +201,11 @@ class PoolState:
         return instructions if self._given_up else instructions + self._hand_out()
 
     def abandon(self) -> None:
-        """End the phase at once, whatever is unfinished."""
+        """End the phase at once, whatever is unfinished; its passes are being stopped."""
+        # What a worker was to be replaced for is stopped with the rest, if it is not ended already.
+        waiting = {worker for worker in self._retiring if self._in_flight[worker]}
+        self._retiring -= waiting
+        self._ready |= waiting
         for flight in self._in_flight:
             flight.clear()
         for queue in self._queues:
@@ -243,6 +247,8 @@ class PoolState:
     def _silence(self, worker: int, overdue: Iterable[int]) -> list[Instruction]:
         """A worker that does not answer is ended; what is not overdue on it will be repeated."""
         failed = self._fail_overdue(worker, overdue)
+        if not failed:  # no pass is to blame and to fail: this counts, so that it can't go on
+            self._restarts += 1
         self._ready.discard(worker)
         self._retiring.add(worker)
         kill = KillWorker(worker)

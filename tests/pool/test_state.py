@@ -14,12 +14,15 @@ from lmcache_mp.pool.state import (
     FailPass,
     GiveUp,
     Instruction,
+    KillWorker,
     PassEnded,
+    PassOverdue,
     Plan,
     PoolState,
     StartWorker,
     WorkerLost,
     WorkerReady,
+    WorkerSilent,
 )
 
 
@@ -143,6 +146,100 @@ def test_a_phase_waits_for_the_one_before() -> None:
         state.begin(Plan([(0, 1)]))
 
 
+# --- too late, or silent --------------------------------------------------------------------------
+
+
+def test_an_overdue_edits_worker_is_killed_at_once_and_replaced_without_counting() -> None:
+    state = ready(1)
+    state.begin(Plan([(0, 3), (1, 2), (2, 1)], per_worker=2, in_order=True, max_restarts=0))
+    assert state.step([PassOverdue(0, 0)]) == [FailPass(0, 0, 1, overdue=True), KillWorker(0)]
+    assert state.in_flight(0) == (1,)  # it gets nothing new
+    assert state.step([WorkerLost(0)]) == [StartWorker(0)]
+    assert set(assigned(state.step([WorkerReady(0)]))) == {1, 2}
+
+
+def test_an_overdue_generates_worker_ends_its_other_passes_first() -> None:
+    state = ready(1)
+    state.begin(Plan([(0, 3), (1, 2), (2, 1)], limit=2, max_restarts=0))
+    assert state.step([PassOverdue(0, 0)]) == [FailPass(0, 0, 1, overdue=True)]
+    assert state.in_flight(0) == (1,)
+    assert state.step([PassEnded(0, 1)]) == [KillWorker(0)]
+    assert state.step([WorkerLost(0)]) == [StartWorker(0)]
+    assert assigned(state.step([WorkerReady(0)])) == {2: 0}
+
+
+def test_the_last_pass_of_a_worker_that_is_overdue_needs_no_waiting() -> None:
+    state = ready(2)
+    state.begin(Plan([(0, 2), (1, 1)]))
+    assert state.step([PassOverdue(1, 1)]) == [FailPass(1, 1, 1, overdue=True), KillWorker(1)]
+    state.step([PassEnded(0, 0)])
+    assert state.settled
+    # The phase is over before the death is seen: the next one starts the worker again.
+    assert assigned(state.begin(Plan([(0, 1), (1, 1)]))) == {0: 0}
+    assert state.step([WorkerLost(1)]) == [StartWorker(1)]
+    assert assigned(state.step([WorkerReady(1)])) == {1: 1}
+
+
+def test_a_death_before_a_replacement_repeats_the_other_passes() -> None:
+    state = ready(1)
+    state.begin(Plan([(0, 2), (1, 1)], max_restarts=0))
+    state.step([PassOverdue(0, 0)])
+    assert state.step([WorkerLost(0)]) == [StartWorker(0)]
+    assert state.step([WorkerReady(0)]) == [Assign(0, (1,), 2)]
+
+
+@pytest.mark.parametrize("overdue", [(), (0,), (0, 1), (9,)])
+def test_a_silent_worker_is_killed_and_what_is_not_overdue_repeated(
+    overdue: tuple[int, ...],
+) -> None:
+    state = ready(1)
+    state.begin(Plan([(0, 3), (1, 2), (2, 1)]))
+    failed = [FailPass(0, stream, 1, overdue=True) for stream in overdue if stream != 9]
+    assert state.step([WorkerSilent(0, overdue)]) == [*failed, KillWorker(0)]
+    assert state.step([WorkerLost(0)]) == [StartWorker(0)]
+    left = tuple(stream for stream in range(3) if stream not in overdue)
+    assert state.step([WorkerReady(0)]) == [Assign(0, left, 2)]
+
+
+def test_workers_that_are_silent_again_and_again_without_a_pass_to_blame_are_given_up() -> None:
+    state = ready(1)
+    state.begin(Plan([(0, 1)], max_restarts=2))
+    for _ in range(2):
+        assert state.step([WorkerSilent(0, ())]) == [KillWorker(0)]
+        assert state.step([WorkerLost(0)]) == [StartWorker(0)]
+        state.step([WorkerReady(0)])
+    state.step([WorkerSilent(0, ())])
+    assert state.step([WorkerLost(0)]) == [GiveUp()]
+
+
+def test_a_result_that_comes_too_late_changes_nothing() -> None:
+    state = ready(1)
+    state.begin(Plan([(0, 2), (1, 1)]))
+    state.step([PassOverdue(0, 0)])
+    assert not state.is_in_flight(0, 0)
+    assert state.step([PassEnded(0, 0)]) == []
+    assert state.unfinished == (1,)
+    assert state.step([PassOverdue(0, 0)]) == []
+
+
+def test_a_worker_about_to_be_replaced_when_its_phase_is_abandoned_runs_the_next_one() -> None:
+    state = ready(1)
+    state.begin(Plan([(0, 2), (1, 1)]))
+    state.step([PassOverdue(0, 0)])
+    state.abandon()  # cancelling stops the overdue pass too, or ends the worker
+    assert set(assigned(state.begin(Plan([(0, 1), (1, 1)])))) == {0, 1}
+    assert state.step([PassEnded(0, 0)]) == []  # and is not replaced for what is long over
+
+
+def test_a_killed_worker_is_given_nothing_when_its_phase_is_abandoned() -> None:
+    state = ready(1)
+    state.begin(Plan([(0, 1)]))
+    assert KillWorker(0) in state.step([PassOverdue(0, 0)])
+    state.abandon()
+    assert state.begin(Plan([(0, 1)])) == []
+    assert state.step([WorkerLost(0)]) == [StartWorker(0)]
+
+
 @given(
     workers=st.integers(1, 4),
     weights=st.lists(st.integers(1, 50), max_size=20),
@@ -170,11 +267,16 @@ def test_every_stream_ends_exactly_once_whatever_happens(
     plan = Plan(list(enumerate(weights)), limit, per_worker, in_order, retries, max_restarts)
     ends: Counter[int] = Counter()
     up = set(range(workers))
+    killed: set[int] = set()
     instructions = state.begin(plan)
     while True:
         for instruction in instructions:
             if isinstance(instruction, FailPass):
                 ends[instruction.stream] += 1
+            elif isinstance(instruction, KillWorker):
+                killed.add(instruction.worker)
+            elif isinstance(instruction, Assign):
+                assert instruction.worker in up - killed, "work for a worker that is not there"
             elif isinstance(instruction, GiveUp):
                 ends.update(state.unfinished)
                 state.abandon()
@@ -184,15 +286,24 @@ def test_every_stream_ends_exactly_once_whatever_happens(
         assert per_worker is None or max(map(len, flights.values())) <= per_worker
         if state.settled:
             break
-        assert total or up != set(range(workers)), "nothing runs and nothing will"
+        assert total or killed or up != set(range(workers)), "nothing runs and nothing will"
         event: Event
         busy = [worker for worker in up if flights[worker]]
         if up != set(range(workers)) and (not busy or choices.random() < 0.5):
             event = WorkerReady(choices.choice(sorted(set(range(workers)) - up)))
             up.add(event.worker)
-        elif choices.random() < 0.2:
-            event = WorkerLost(choices.choice(sorted(up)))
+        elif not busy or choices.random() < 0.2:
+            event = WorkerLost(choices.choice(sorted(killed or up)))
             up.discard(event.worker)
+            killed.discard(event.worker)
+        elif choices.random() < 0.2:
+            worker = choices.choice(busy)
+            begun = flights[worker][:1] if in_order else flights[worker]
+            event = PassOverdue(worker, choices.choice(begun))
+        elif choices.random() < 0.1:
+            worker = choices.choice(busy)
+            begun = flights[worker][:1] if in_order else flights[worker]
+            event = WorkerSilent(worker, begun[: choices.randint(0, len(begun))])
         else:
             worker = choices.choice(busy)
             event = PassEnded(worker, choices.choice(flights[worker]))
