@@ -284,6 +284,13 @@ def _ensure_forkserver(context: multiprocess.context.ForkServerContext) -> None:
     try:
         context.set_forkserver_preload(["lmcache_mp.pool.preload"])
         forkserver.ensure_running()
+    except OSError as error:
+        if "path too long" not in str(error):
+            raise
+        raise UsageError(
+            f"the temporary directory {tempfile.gettempdir()} has too long a name for a "
+            "forkserver's socket: set TMPDIR to another, or use start_method 'spawn'"
+        ) from error
     finally:
         for name, value in before.items():
             if value is None:

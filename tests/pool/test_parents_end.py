@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -293,29 +294,58 @@ def test_a_thread_that_made_the_batch_may_end_before_the_parent_does(
 LOCAL = """
 from lmcache_mp import connect_local
 context = connect_local("random:0")
-batch = LMCacheBatchedStream(2, start_method=sys.argv[2] if len(sys.argv) > 2 else {method!r})
+batch = LMCacheBatchedStream(2, start_method={method!r})
 for i in range(2):
     batch.add(create_request(context, context.post_completion, [i + 1] * 40))
 batch.prefill({{}})
 """
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="t-") as name:
+        yield Path(name)
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_a_killed_parents_temporary_store_is_removed(method: str, tmp_path: Path) -> None:
-    stores = tmp_path / "stores"
-    stores.mkdir()
+def test_a_killed_parents_temporary_store_is_removed(
+    method: str, tmp_path: Path, short_folder: Path
+) -> None:
     text = LOCAL.format(method=method)
-    with program(tmp_path, text + "say()\nwait_for('never')\n", temporary=stores) as run:
+    with program(tmp_path, text + "say()\nwait_for('never')\n", temporary=short_folder) as run:
         run.line()
-        assert len(list(stores.glob("lmcache_mp-*"))) == 1
+        assert len(list(short_folder.glob("lmcache_mp-*"))) == 1
         run.process.kill()
         if method == "forkserver":
-            assert eventually(lambda: not list(stores.glob("lmcache_mp-*")))
+            assert eventually(lambda: not list(short_folder.glob("lmcache_mp-*")))
         assert eventually(lambda: run.left() == [])
-    with program(tmp_path, text + "batch.close()\ncontext.close()\n", temporary=stores) as run:
+    closing = "batch.close()\ncontext.close()\n"
+    with program(tmp_path, text + closing, temporary=short_folder) as run:
         assert run.end() == 0
         assert run.stderr == ""
-    assert list(stores.glob("lmcache_mp-*")) == []
+    assert list(short_folder.glob("lmcache_mp-*")) == []
+
+
+def test_a_temporary_directory_with_too_long_a_name_is_refused_by_name(tmp_path: Path) -> None:
+    long = tmp_path / ("long" * 25)
+    long.mkdir()
+    text = """
+    batch = LMCacheBatchedStream(1)
+    fill(batch, CountingEngine(), 1)
+    try:
+        batch.prefill({})
+    except UsageError as error:
+        say(error)
+    with LMCacheBatchedStream(1, start_method="spawn") as other:
+        fill(other, CountingEngine(), 1)
+        say(*other.prefill({}).to_frame()["status"])
+    """
+    with program(tmp_path, text, temporary=long) as run:
+        message = run.line()
+        assert str(long) in message and "TMPDIR" in message
+        assert run.line() == "completed"
+        assert run.end() == 0
+        assert run.stderr == ""
 
 
 # --- the forkserver is killed ---------------------------------------------------------------------
