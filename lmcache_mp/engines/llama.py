@@ -300,8 +300,8 @@ class Paddings:
 
 
 def _row_counts(quantum: int) -> range:
-    """Multiples of a quantum to try: the least, and enough for every remainder of a kernel."""
-    return range(quantum, _whole(BLOCK, quantum), 3 * quantum)
+    """The rows that blocks are padded to, but for whole ones: all are tried."""
+    return range(quantum, _whole(BLOCK, quantum), quantum)
 
 
 def _weight_rows_equal(matrices: Sequence[F32], quantum: int) -> bool:
