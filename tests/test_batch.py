@@ -484,3 +484,25 @@ def test_a_collected_batch_leaves_no_worker(context: TokenKV) -> None:
 def test_names_of_both_modules() -> None:
     assert lmc_batch.LMCacheBatchedStream is LMCacheBatchedStream
     assert issubclass(lmc_stream.LMCacheStreamError, RuntimeError)
+
+
+class _NeverWaits:
+    """Says that it never waits, and does for one prompt."""
+
+    blocking = False
+
+    def __call__(self, prompt: list[int], params: dict[str, Any], salt: str) -> Iterator[Any]:
+        if prompt[0] == 2:
+            threading.Event().wait()
+        return CountingEngine()(prompt, params, salt)
+
+
+def test_passes_behind_a_hanging_one_of_an_engine_that_never_waits_run_elsewhere(
+    context: TokenKV,
+) -> None:
+    with LMCacheBatchedStream(1, on_error="collect", timeout=0.5) as batch:
+        for i in range(5):
+            batch.add(lmc_stream.create_request(context, _NeverWaits(), [i] * 9))
+        metrics = batch.prefill(GREEDY)
+    assert list(metrics.failures["error_type"]) == ["StreamTimeout"]
+    assert list(metrics.to_frame()["status"]) == ["completed"] * 2 + ["failed"] + ["completed"] * 2

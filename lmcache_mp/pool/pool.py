@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from multiprocess import util
@@ -17,6 +18,7 @@ from lmcache_mp.errors import LMCacheMPError, StreamTimeout, UsageError, WorkerD
 from lmcache_mp.pool import state as core
 from lmcache_mp.pool.deadlines import GRACE, Deadlines
 from lmcache_mp.pool.files import make_room
+from lmcache_mp.pool.interrupts import held_interrupts
 from lmcache_mp.pool.launch import WorkerSettings, end_all
 from lmcache_mp.pool.messages import (
     Adopt,
@@ -93,7 +95,9 @@ class Pool:
         self._cancelling: set[int] = set()
         self._busy = threading.Lock()
         self._closed = threading.Event()
+        self._let_interrupts_through: Callable[[], None] = lambda: None
         self._waker, self._wake_end = socket.socketpair()
+        self._waker.setblocking(False)
         self._selector.register(self._wake_end, selectors.EVENT_READ, (None, "wake"))
         self._owner_pid = os.getpid()
         # multiprocess joins its children at exit: they must have been told to end before.
@@ -112,8 +116,7 @@ class Pool:
         Opening may take ``timeout`` seconds in a worker. WorkerDied when workers die more often
         than ``max_restarts`` while they start.
         """
-        self._enter()
-        try:
+        with self._exclusively():
             while len(self._slots) < size:
                 self._slots.append(Slot(len(self._slots), self._selector))
                 self._state.add_worker()
@@ -129,8 +132,6 @@ class Pool:
                 restarts += sum(isinstance(event, core.WorkerLost) for event in events)
                 self._kill_slow_starters(timeout)
             return list(self._open_failures)
-        finally:
-            self._busy.release()
 
     def _all_opened(self) -> bool:
         for slot in self._slots:
@@ -141,6 +142,7 @@ class Pool:
         return all(slot.opened for slot in self._slots)
 
     def _launch(self, slot: Slot) -> None:
+        self._let_interrupts_through()
         slot.launch(self._settings, self._objects, time.monotonic())
 
     def _kill_slow_starters(self, timeout: float | None) -> None:
@@ -169,8 +171,7 @@ class Pool:
         stream's present state; ``timeout`` is in seconds a pass. An interrupt cancels the phase;
         what had ended by then was reported.
         """
-        self._enter()
-        try:
+        with self._exclusively():
             self._generation += 1
             phase = _Phase(work, objects, adopted, on_end, name, self._generation, timeout)
             try:
@@ -182,13 +183,23 @@ class Pool:
             except BaseException:
                 self._cancel()
                 raise
-        finally:
-            self._busy.release()
 
-    def _enter(self) -> None:
+    @contextlib.contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        """For one thread at a time; Ctrl-C waits for the next poll."""
         self._check_open()
-        if not self._busy.acquire(blocking=False):
-            raise UsageError("another phase of this batch is running, in another thread")
+        with held_interrupts(self._wake) as let_through:
+            if not self._busy.acquire(blocking=False):
+                raise UsageError("another phase of this batch is running, in another thread")
+            self._let_interrupts_through = let_through
+            try:
+                yield
+            finally:
+                self._busy.release()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: it is awake
+            self._waker.send(b"x")
 
     def _follow(self, instructions: Iterable[core.Instruction], phase: _Phase) -> None:
         for instruction in instructions:
@@ -282,12 +293,14 @@ class Pool:
 
     def _poll(self, timeout: float | None, phase: _Phase | None = None) -> list[core.Event]:
         """Wait for workers; report results, and return what the state machine has to know."""
+        self._let_interrupts_through()
+        if not self._cancelling:
+            self._check_open()
         events: list[core.Event] = []
         for key, mask in self._selector.select(timeout):
             slot, what = key.data
             if what == "wake":
-                if not self._cancelling:
-                    self._check_open()
+                self._wake_end.recv(1024)
             elif slot.process is None or (what == "queue" and slot.process.queues != key.fileobj):
                 continue  # the process was buried earlier in this round
             elif what == "exit":
@@ -326,6 +339,7 @@ class Pool:
         elif isinstance(result, Began):
             if phase is not None and result.generation == phase.generation:
                 phase.deadlines.begin(slot.index, result.stream, time.monotonic())
+                return [core.PassBegan(slot.index, result.stream)]
         elif isinstance(result, Printed | Logged):
             show(result, self._labels)
         elif isinstance(result, Opened):
@@ -373,7 +387,7 @@ class Pool:
         if self._closed.is_set() or os.getpid() != self._owner_pid:
             return
         self._closed.set()
-        self._waker.send(b"x")
+        self._wake()
         idle = self._busy.acquire(timeout=2 * CANCEL_GRACE)
         try:
             for slot in self._slots:

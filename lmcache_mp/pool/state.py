@@ -26,6 +26,14 @@ class WorkerReady:
 
 
 @dataclass(frozen=True, slots=True)
+class PassBegan:
+    """A worker has begun a stream's pass; told only where passes can become overdue."""
+
+    worker: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
 class PassEnded:
     """A worker has sent the result of a stream's pass, good or bad."""
 
@@ -56,7 +64,7 @@ class WorkerSilent:
     overdue: tuple[int, ...]
 
 
-Event = WorkerReady | PassEnded | WorkerLost | PassOverdue | WorkerSilent
+Event = WorkerReady | PassBegan | PassEnded | WorkerLost | PassOverdue | WorkerSilent
 
 # --- instructions ---------------------------------------------------------------------------------
 
@@ -133,6 +141,7 @@ class PoolState:
         self._unowned: deque[int] = deque()
         self._weights: dict[int, int] = {}
         self._attempts: dict[int, int] = {}
+        self._begun: set[int] = set()
         self._plan = Plan(())
         self._running = 0
         self._restarts = 0
@@ -190,6 +199,9 @@ class PoolState:
         for event in events:
             if isinstance(event, PassEnded):
                 instructions += self._end_pass(event.worker, event.stream)
+            elif isinstance(event, PassBegan):
+                if self.is_in_flight(event.worker, event.stream):
+                    self._begun.add(event.stream)
             elif isinstance(event, WorkerReady):
                 self._ready.add(event.worker)
             elif isinstance(event, PassOverdue):
@@ -212,12 +224,14 @@ class PoolState:
             queue.clear()
         self._unowned.clear()
         self._weights.clear()
+        self._begun.clear()
         self._running = 0
 
     def _end_pass(self, worker: int, stream: int) -> list[Instruction]:
         if self._in_flight[worker].pop(stream, None) is None:
             return []
         self._running -= 1
+        self._begun.discard(stream)
         self._load[worker] -= self._weights.pop(stream)
         return self._kill_if_retired(worker)
 
@@ -229,20 +243,23 @@ class PoolState:
             attempt = flight.pop(stream, None)
             if attempt is not None:
                 self._running -= 1
+                self._begun.discard(stream)
                 self._load[worker] -= self._weights.pop(stream)
                 failed.append(FailPass(worker, stream, attempt, overdue=True))
         if not failed:
             return []
         self._ready.discard(worker)
         self._retiring.add(worker)
-        # Edits run one at a time: what else an edit's worker was given has not begun.
-        if self._plan.in_order or not flight:
-            failed.append(KillWorker(worker))
-        return failed
+        return [*failed, *self._kill_if_retired(worker)]
 
     def _kill_if_retired(self, worker: int) -> list[Instruction]:
-        retired = worker in self._retiring and not self._in_flight[worker]
-        return [KillWorker(worker)] if retired else []
+        """End a worker that is to be replaced, unless a pass that has begun still needs it.
+
+        Edits, and passes of engines that never wait, run one after the other: behind one that hangs
+        the others would wait for ever. They are repeated.
+        """
+        needed = not self._begun.isdisjoint(self._in_flight[worker])
+        return [KillWorker(worker)] if worker in self._retiring and not needed else []
 
     def _silence(self, worker: int, overdue: Iterable[int]) -> list[Instruction]:
         """A worker that does not answer is ended; what is not overdue on it will be repeated."""
@@ -259,6 +276,7 @@ class PoolState:
         replaced = worker in self._retiring
         self._retiring.discard(worker)
         flight = list(self._in_flight[worker].items())
+        self._begun.difference_update(self._in_flight[worker])
         self._in_flight[worker].clear()
         self._running -= len(flight)
         if self.settled or self._given_up:

@@ -15,6 +15,7 @@ from lmcache_mp.pool.state import (
     GiveUp,
     Instruction,
     KillWorker,
+    PassBegan,
     PassEnded,
     PassOverdue,
     Plan,
@@ -161,11 +162,22 @@ def test_an_overdue_edits_worker_is_killed_at_once_and_replaced_without_counting
 def test_an_overdue_generates_worker_ends_its_other_passes_first() -> None:
     state = ready(1)
     state.begin(Plan([(0, 3), (1, 2), (2, 1)], limit=2, max_restarts=0))
+    state.step([PassBegan(0, 0), PassBegan(0, 1)])
     assert state.step([PassOverdue(0, 0)]) == [FailPass(0, 0, 1, overdue=True)]
     assert state.in_flight(0) == (1,)
     assert state.step([PassEnded(0, 1)]) == [KillWorker(0)]
     assert state.step([WorkerLost(0)]) == [StartWorker(0)]
     assert assigned(state.step([WorkerReady(0)])) == {2: 0}
+
+
+def test_passes_that_have_not_begun_behind_an_overdue_one_are_repeated_elsewhere() -> None:
+    state = ready(1)
+    state.begin(Plan([(0, 3), (1, 2), (2, 1)], max_restarts=0))
+    state.step([PassBegan(0, 0), PassBegan(0, 1)])
+    assert state.step([PassOverdue(0, 0)]) == [FailPass(0, 0, 1, overdue=True)]
+    assert state.step([PassEnded(0, 1)]) == [KillWorker(0)]  # 2 would never begin
+    assert state.step([WorkerLost(0)]) == [StartWorker(0)]
+    assert state.step([WorkerReady(0)]) == [Assign(0, (2,), 2)]
 
 
 def test_the_last_pass_of_a_worker_that_is_overdue_needs_no_waiting() -> None:
@@ -225,7 +237,7 @@ def test_a_result_that_comes_too_late_changes_nothing() -> None:
 def test_a_worker_about_to_be_replaced_when_its_phase_is_abandoned_runs_the_next_one() -> None:
     state = ready(1)
     state.begin(Plan([(0, 2), (1, 1)]))
-    state.step([PassOverdue(0, 0)])
+    state.step([PassBegan(0, 0), PassBegan(0, 1), PassOverdue(0, 0)])
     state.abandon()  # cancelling stops the overdue pass too, or ends the worker
     assert set(assigned(state.begin(Plan([(0, 1), (1, 1)])))) == {0, 1}
     assert state.step([PassEnded(0, 0)]) == []  # and is not replaced for what is long over
@@ -296,6 +308,9 @@ def test_every_stream_ends_exactly_once_whatever_happens(
             event = WorkerLost(choices.choice(sorted(killed or up)))
             up.discard(event.worker)
             killed.discard(event.worker)
+        elif choices.random() < 0.2:
+            worker = choices.choice(busy)
+            event = PassBegan(worker, choices.choice(flights[worker]))
         elif choices.random() < 0.2:
             worker = choices.choice(busy)
             begun = flights[worker][:1] if in_order else flights[worker]
