@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -506,3 +507,17 @@ def test_passes_behind_a_hanging_one_of_an_engine_that_never_waits_run_elsewhere
         metrics = batch.prefill(GREEDY)
     assert list(metrics.failures["error_type"]) == ["StreamTimeout"]
     assert list(metrics.to_frame()["status"]) == ["completed"] * 2 + ["failed"] + ["completed"] * 2
+
+
+def test_a_worker_whose_connection_ends_before_it_does_is_said_to_have_died_as_it_did(
+    batch: LMCacheBatchedStream, context: TokenKV
+) -> None:
+    def die_slowly(kv: Any, tokens: list[int]) -> Any:
+        os.closerange(3, 1024)
+        time.sleep(0.2)  # as a process of many threads and much memory does
+        os._exit(3)
+
+    fill(batch, context, 1)
+    batch.prefill(GREEDY)
+    with pytest.raises(LMCacheBatchedStreamError, match="exit code 3"):
+        batch.modify(die_slowly)

@@ -325,8 +325,7 @@ class Pool:
         if phase is not None and frames:
             phase.deadlines.heard(slot.index)
         if closed:  # only the exit says that the end is there
-            slot.stop_reading()
-            slot.kill("closed its connection")
+            slot.hang_up()
         return events
 
     def _take(self, slot: Slot, result: Result, phase: _Phase | None) -> list[core.Event]:

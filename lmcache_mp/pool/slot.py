@@ -14,6 +14,13 @@ from lmcache_mp.pool.messages import Command, Load, Open, dump
 from lmcache_mp.pool.objects import UserObjects
 
 
+#: Seconds between a dying process closing its files and its exit being seen.
+_EXIT_GRACE = 1.0
+
+#: Seconds from the end of a worker's connection to its exit.
+EXIT_GRACE = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Death:
     """How a worker's process ended; ``crash_report`` is faulthandler's, for a crash in C."""
@@ -109,6 +116,13 @@ class Slot:
         if self.process is not None:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(self.process.queues)
+
+    def hang_up(self) -> None:
+        """The worker has closed its end: it is ending, or is to be ended."""
+        self.stop_reading()
+        # A dying process closes its files before its exit can be seen.
+        if self.process is not None and not self.process.has_ended(EXIT_GRACE):
+            self.kill("closed its connection")
 
     def kill(self, fault: str) -> None:
         """End the process for its ``fault``; its exit will be seen."""
