@@ -13,12 +13,8 @@ from lmcache_mp.pool.launch import WorkerProcess, WorkerSettings
 from lmcache_mp.pool.messages import Command, Load, Open, dump
 from lmcache_mp.pool.objects import UserObjects
 
-
 #: Seconds between a dying process closing its files and its exit being seen.
 _EXIT_GRACE = 1.0
-
-#: Seconds from the end of a worker's connection to its exit.
-EXIT_GRACE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +117,7 @@ class Slot:
         """The worker has closed its end: it is ending, or is to be ended."""
         self.stop_reading()
         # A dying process closes its files before its exit can be seen.
-        if self.process is not None and not self.process.has_ended(EXIT_GRACE):
+        if self.process is not None and not self.process.has_ended(_EXIT_GRACE):
             self.kill("closed its connection")
 
     def kill(self, fault: str) -> None:
