@@ -16,7 +16,7 @@ ORACLE_VENV := .venv-oracle
 ORACLE_PIP  := $(ORACLE_VENV)/bin/python -m pip install -q --disable-pip-version-check
 SHELL := /bin/bash -o pipefail
 
-.PHONY: run test lint oracle weights clean
+.PHONY: run test lint faults oracle weights clean
 
 ## run: the example, token dropping with a small embedded model
 run: $(VENV)/with-local weights
@@ -30,6 +30,10 @@ test: $(VENV)/with-test
 	echo "make test: $$(tail -n 1 $(VENV)/test.log | tr -d =)," \
 	    "$$($(BIN)/python -m coverage report --format=total 2>/dev/null) % of lines covered"; \
 	exit $$status
+
+## faults: the fault matrix, {crashes, exceptions, hangs} x stages x start methods, as a table
+faults: $(VENV)/with-test
+	@$(BIN)/python -m tests.faults
 
 ## lint: style, types, and the one way that imports point
 lint: $(VENV)/with-lint
