@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ from lmcache_mp.errors import LMCacheMPError, StreamTimeout, UsageError, WorkerD
 from lmcache_mp.pool import state as core
 from lmcache_mp.pool.deadlines import GRACE, Deadlines
 from lmcache_mp.pool.files import make_room
-from lmcache_mp.pool.interrupts import held_interrupts
+from lmcache_mp.pool.interrupts import Waker, held_interrupts
 from lmcache_mp.pool.launch import WorkerSettings, end_all
 from lmcache_mp.pool.messages import (
     Adopt,
@@ -42,7 +41,7 @@ from lmcache_mp.pool.messages import (
 )
 from lmcache_mp.pool.objects import UserObjects
 from lmcache_mp.pool.output import show
-from lmcache_mp.pool.slot import Death, Lost, Slot
+from lmcache_mp.pool.slot import Death, Lost, PassError, Slot
 
 #: Seconds that a worker has to stop the passes of a cancelled phase, and to close.
 CANCEL_GRACE = 2.0
@@ -64,6 +63,10 @@ class _Phase:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "deadlines", Deadlines(self.timeout))
+
+    def died(self, death: Death) -> WorkerDied:
+        """A death as the error of a pass."""
+        return death.error(f"during {self.name}", self.name)
 
 
 class Pool:
@@ -96,9 +99,8 @@ class Pool:
         self._busy = threading.Lock()
         self._closed = threading.Event()
         self._let_interrupts_through: Callable[[], None] = lambda: None
-        self._waker, self._wake_end = socket.socketpair()
-        self._waker.setblocking(False)
-        self._selector.register(self._wake_end, selectors.EVENT_READ, (None, "wake"))
+        self._waker = Waker()
+        self._selector.register(self._waker, selectors.EVENT_READ, (None, "wake"))
         self._owner_pid = os.getpid()
         # multiprocess joins its children at exit: they must have been told to end before.
         self._at_exit = util.Finalize(None, self._close_now, exitpriority=100)
@@ -188,7 +190,7 @@ class Pool:
     def _exclusively(self) -> Iterator[None]:
         """For one thread at a time; Ctrl-C waits for the next poll."""
         self._check_open()
-        with held_interrupts(self._wake) as let_through:
+        with held_interrupts(self._waker.wake) as let_through:
             if not self._busy.acquire(blocking=False):
                 raise UsageError("another phase of this batch is running, in another thread")
             self._let_interrupts_through = let_through
@@ -197,16 +199,13 @@ class Pool:
             finally:
                 self._busy.release()
 
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it is awake
-            self._waker.send(b"x")
-
     def _follow(self, instructions: Iterable[core.Instruction], phase: _Phase) -> None:
         for instruction in instructions:
             if isinstance(instruction, core.Assign):
                 self._assign(instruction, phase)
             elif isinstance(instruction, core.FailPass):
-                error = self._timed_out(phase) if instruction.overdue else self._died(phase)
+                death = self._slots[instruction.worker].death
+                error = self._timed_out(phase) if instruction.overdue else phase.died(death)
                 self._lose(
                     instruction.stream, instruction.worker, instruction.attempt, error, phase
                 )
@@ -219,7 +218,7 @@ class Pool:
                 self._cancel()
                 for stream in unfinished:
                     owner = self._state.owner.get(stream, -1)
-                    self._lose(stream, owner, 0, self._died(phase), phase)
+                    self._lose(stream, owner, 0, phase.died(self._last_death), phase)
 
     def _assign(self, assign: core.Assign, phase: _Phase) -> None:
         slot = self._slots[assign.worker]
@@ -240,19 +239,11 @@ class Pool:
             self._slots[worker].send(Ping())
         return phase.deadlines.due(busy, now)
 
-    def _died(self, phase: _Phase) -> WorkerDied:
-        return self._last_death.error(f"during {phase.name}", phase.name)
-
     def _timed_out(self, phase: _Phase) -> StreamTimeout:
         return StreamTimeout(f"{phase.name} took longer than the timeout of {phase.timeout:g} s")
 
     def _lose(
-        self,
-        stream: int,
-        worker: int,
-        attempt: int,
-        error: WorkerDied | StreamTimeout,
-        phase: _Phase,
+        self, stream: int, worker: int, attempt: int, error: PassError, phase: _Phase
     ) -> None:
         name = self._names[stream] if stream < len(self._names) else str(stream)
         error.args = (f"{error.args[0]}, in stream {name}",)
@@ -300,7 +291,7 @@ class Pool:
         for key, mask in self._selector.select(timeout):
             slot, what = key.data
             if what == "wake":
-                self._wake_end.recv(1024)
+                self._waker.drain()
             elif slot.process is None or (what == "queue" and slot.process.queues != key.fileobj):
                 continue  # the process was buried earlier in this round
             elif what == "exit":
@@ -356,7 +347,7 @@ class Pool:
         return []
 
     def _bury(self, slot: Slot) -> core.WorkerLost:
-        self._last_death = slot.bury()
+        self._last_death = slot.death = slot.bury()
         self._cancelling.discard(slot.index)
         return core.WorkerLost(slot.index)
 
@@ -386,21 +377,24 @@ class Pool:
         if self._closed.is_set() or os.getpid() != self._owner_pid:
             return
         self._closed.set()
-        self._wake()
-        idle = self._busy.acquire(timeout=2 * CANCEL_GRACE)
-        try:
-            for slot in self._slots:
-                slot.send(Close())
-            processes = [slot.process for slot in self._slots if slot.process is not None]
-            for frame in end_all(processes, CLOSE_GRACE):
-                result = load_result(frame)
-                if isinstance(result, Printed | Logged):
-                    show(result, self._labels)
-            for slot in self._slots:
-                slot.process = None
-            self._selector.close()
-            self._waker.close()
-            self._wake_end.close()
-        finally:
-            if idle:
-                self._busy.release()
+        self._waker.wake()
+        with held_interrupts(self._waker.wake):
+            idle = self._busy.acquire(timeout=2 * CANCEL_GRACE)
+            try:
+                self._end_workers()
+            finally:
+                if idle:
+                    self._busy.release()
+
+    def _end_workers(self) -> None:
+        for slot in self._slots:
+            slot.send(Close())
+        processes = [slot.process for slot in self._slots if slot.process is not None]
+        for frame in end_all(processes, CLOSE_GRACE):
+            result = load_result(frame)
+            if isinstance(result, Printed | Logged):
+                show(result, self._labels)
+        for slot in self._slots:
+            slot.process = None
+        self._selector.close()
+        self._waker.close()

@@ -37,6 +37,10 @@ class Death:
         )
 
 
+#: What ends a pass without a result.
+PassError = WorkerDied | StreamTimeout
+
+
 @dataclass(frozen=True, slots=True)
 class Lost:
     """A pass that ended with its worker, or by its timeout, instead of with a result."""
@@ -45,7 +49,7 @@ class Lost:
     worker: int
     attempt: int
     pid: int | None
-    error: WorkerDied | StreamTimeout
+    error: PassError
 
 
 class Slot:
@@ -54,6 +58,7 @@ class Slot:
     def __init__(self, index: int, selector: selectors.BaseSelector) -> None:
         self.index = index
         self.process: WorkerProcess | None = None
+        self.death = Death()
         self.opened = False
         self.launched_at = 0.0
         self.adopted: set[int] = set()
