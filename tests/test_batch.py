@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import os
 import threading
@@ -521,3 +522,32 @@ def test_a_worker_whose_connection_ends_before_it_does_is_said_to_have_died_as_i
     batch.prefill(GREEDY)
     with pytest.raises(LMCacheBatchedStreamError, match="exit code 3"):
         batch.modify(die_slowly)
+
+
+def test_workers_that_die_at_the_same_time_are_each_said_to_have_died_as_they_did(
+    context: TokenKV,
+) -> None:
+    def die(kv: Any, tokens: list[int]) -> Any:
+        logging.getLogger().error("dying")
+        os._exit(tokens[0])
+
+    class WaitsForTheEnd(logging.Handler):
+        """Holds up the parent until both workers have ended."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            deadline = time.monotonic() + 60
+            while any(map(pid_is_alive, pids)) and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+    handler = WaitsForTheEnd()
+    with LMCacheBatchedStream(2, on_error="collect") as batch:
+        fill(batch, context, 2)
+        batch.prefill(GREEDY)
+        pids = batch.worker_pids
+        logging.getLogger().addHandler(handler)
+        try:
+            failures = batch.modify(die).failures
+        finally:
+            logging.getLogger().removeHandler(handler)
+    assert list(failures["exit_code"]) == [1, 2]
+    assert list(failures["worker_pid"]) == pids

@@ -64,10 +64,6 @@ class _Phase:
     def __post_init__(self) -> None:
         object.__setattr__(self, "deadlines", Deadlines(self.timeout))
 
-    def died(self, death: Death) -> WorkerDied:
-        """A death as the error of a pass."""
-        return death.error(f"during {self.name}", self.name)
-
 
 class Pool:
     """Workers that own streams, driven by whichever thread runs a phase.
@@ -204,8 +200,8 @@ class Pool:
             if isinstance(instruction, core.Assign):
                 self._assign(instruction, phase)
             elif isinstance(instruction, core.FailPass):
-                death = self._slots[instruction.worker].death
-                error = self._timed_out(phase) if instruction.overdue else phase.died(death)
+                death = self._slots[instruction.worker].death.during(phase.name)
+                error = self._timed_out(phase) if instruction.overdue else death
                 self._lose(
                     instruction.stream, instruction.worker, instruction.attempt, error, phase
                 )
@@ -218,7 +214,7 @@ class Pool:
                 self._cancel()
                 for stream in unfinished:
                     owner = self._state.owner.get(stream, -1)
-                    self._lose(stream, owner, 0, phase.died(self._last_death), phase)
+                    self._lose(stream, owner, 0, self._last_death.during(phase.name), phase)
 
     def _assign(self, assign: core.Assign, phase: _Phase) -> None:
         slot = self._slots[assign.worker]

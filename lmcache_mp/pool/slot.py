@@ -36,6 +36,10 @@ class Death:
             crash_report=self.crash_report,
         )
 
+    def during(self, phase: str) -> WorkerDied:
+        """The death as the error of a pass in ``phase``."""
+        return self.error(f"during {phase}", phase)
+
 
 #: What ends a pass without a result.
 PassError = WorkerDied | StreamTimeout
