@@ -13,8 +13,12 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from lmcache_mp.pool.messages import Logged, Printed
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 _current = threading.local()
 
@@ -61,6 +65,11 @@ class _Lines(io.TextIOBase):
             self._send(Printed(self._name, current_stream(), line))
         return len(text)
 
+    @property
+    def buffer(self) -> _Bytes:
+        """For what writes bytes."""
+        return _Bytes(self)
+
     def fileno(self) -> int:
         """Standard error's, for what writes past Python."""
         return 2
@@ -69,6 +78,23 @@ class _Lines(io.TextIOBase):
         """Send an unfinished line as it is."""
         if _pending().get(self._name):
             self.write("\n")
+
+
+class _Bytes(io.RawIOBase):
+    """UTF-8 for a text stream; what is none is escaped."""
+
+    def __init__(self, lines: _Lines) -> None:
+        self._lines = lines
+
+    def writable(self) -> bool:
+        """Always."""
+        return True
+
+    def write(self, data: Buffer) -> int:
+        """Send the lines that ``data`` completes."""
+        content = bytes(data)
+        self._lines.write(content.decode("utf-8", "backslashreplace"))
+        return len(content)
 
 
 def _pending() -> dict[str, str]:

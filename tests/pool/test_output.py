@@ -59,6 +59,20 @@ def test_prints_of_edits_come_line_by_line_with_the_streams_label(
     )
 
 
+def test_bytes_are_printed_too(
+    batch: LMCacheBatchedStream, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def edit(kv: Any, tokens: list[int]) -> Any:
+        print("text, ", end="")
+        sys.stdout.buffer.write("b\u00fctes\n".encode() + b"\xff")
+        sys.stdout.buffer.flush()
+        return kv, tokens
+
+    batch.modify(edit)
+    expected = [f"[{x}] {text}" for x in labels(batch) for text in ("text, b\u00fctes", r"\xff")]
+    assert sorted(capsys.readouterr().out.splitlines()) == sorted(expected)
+
+
 def test_a_line_arrives_while_its_pass_still_runs(tmp_path: Path) -> None:
     class Answers(io.StringIO):
         """Standard output that lets the edit go on once its line is there."""
