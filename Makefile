@@ -22,7 +22,7 @@ PEERS_PIP   := $(PEERS_VENV)/bin/python -m pip install -q --disable-pip-version-
 ORACLE_PIP  := $(ORACLE_VENV)/bin/python -m pip install -q --disable-pip-version-check
 SHELL := /bin/bash -o pipefail
 
-.PHONY: run test lint faults faults-peers soak oracle weights clean
+.PHONY: run test test-slow lint faults faults-peers soak oracle weights clean
 
 ## run: the example, token dropping with a small embedded model
 run: $(VENV)/with-local weights
@@ -31,11 +31,16 @@ run: $(VENV)/with-local weights
 ## test: all tests, with coverage (those that need the model are skipped without it: make weights)
 test: $(VENV)/with-test
 	@rm -f .coverage .coverage.*; \
-	$(BIN)/python -m pytest -q -n 2 --cov=lmcache_mp --cov-report=term --cov-fail-under=90 \
+	$(BIN)/python -m pytest -q -n 2 -m 'not slow' --cov=lmcache_mp --cov-report=term --cov-fail-under=90 \
 	    | tee $(VENV)/test.log; status=$$?; \
 	echo "make test: $$(tail -n 1 $(VENV)/test.log | tr -d =)," \
 	    "$$($(BIN)/python -m coverage report --format=total 2>/dev/null) % of lines covered"; \
 	exit $$status
+
+## test-slow: what `make test` leaves out, as it takes minutes
+test-slow: $(VENV)/with-test
+	@$(BIN)/python -m pytest -q -m 'slow and not oracle' | tee $(VENV)/test-slow.log; status=$$?; \
+	echo "make test-slow: $$(tail -n 1 $(VENV)/test-slow.log | tr -d =)"; exit $$status
 
 ## faults: the fault matrix, {crashes, exceptions, hangs} x stages x start methods, as a table
 faults: $(VENV)/with-test

@@ -78,7 +78,7 @@ def run(
 
 @pytest.mark.parametrize(
     "model",
-    ["random:0", pytest.param(None, marks=[pytest.mark.weights, pytest.mark.slow])],
+    ["random:0", pytest.param(None, marks=pytest.mark.weights)],
     ids=["random", "packaged"],
 )
 def test_alone_among_others_one_worker_or_two_cold_or_warm(model: str | None) -> None:
