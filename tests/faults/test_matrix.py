@@ -18,6 +18,6 @@ def parameters() -> Iterator[Any]:
             yield pytest.param(cell, id=str(cell), marks=() if usual else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("cell", parameters())
+@pytest.mark.parametrize("cell", list(parameters()))
 def test_cell(cell: Cell) -> None:
     assert run_cell(cell) == []
