@@ -146,7 +146,8 @@ class PoolState:
         self._running = 0
         self._restarts = 0
         self._given_up = False
-        self._retiring: set[int] = set()
+        self._retiring: set[int] = set()  # to be replaced once nothing needs them
+        self._killed: set[int] = set()  # told to end by us, and not by themselves
         for _ in range(workers):
             self.add_worker()
 
@@ -259,7 +260,11 @@ class PoolState:
         the others would wait for ever. They are repeated.
         """
         needed = not self._begun.isdisjoint(self._in_flight[worker])
-        return [KillWorker(worker)] if worker in self._retiring and not needed else []
+        return [self._kill(worker)] if worker in self._retiring and not needed else []
+
+    def _kill(self, worker: int) -> KillWorker:
+        self._killed.add(worker)
+        return KillWorker(worker)
 
     def _silence(self, worker: int, overdue: Iterable[int]) -> list[Instruction]:
         """A worker that does not answer is ended; what is not overdue on it will be repeated."""
@@ -268,12 +273,13 @@ class PoolState:
             self._restarts += 1
         self._ready.discard(worker)
         self._retiring.add(worker)
-        kill = KillWorker(worker)
+        kill = self._kill(worker)
         return failed if kill in failed else [*failed, kill]
 
     def _lose_worker(self, worker: int) -> list[Instruction]:
         self._ready.discard(worker)
-        replaced = worker in self._retiring
+        replaced = worker in self._killed
+        self._killed.discard(worker)
         self._retiring.discard(worker)
         flight = list(self._in_flight[worker].items())
         self._begun.difference_update(self._in_flight[worker])

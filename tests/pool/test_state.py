@@ -325,3 +325,13 @@ def test_every_stream_ends_exactly_once_whatever_happens(
             ends[event.stream] += 1
         instructions = state.step([event])
     assert ends == Counter(range(len(weights)))
+
+
+def test_a_retiring_worker_that_dies_by_itself_loses_what_was_in_flight() -> None:
+    state = ready(1)
+    state.begin(Plan([(0, 3), (1, 2), (2, 1)]))
+    for stream in (0, 1, 2):
+        state.step([PassBegan(0, stream)])
+    assert state.step([PassOverdue(0, 0)]) == [FailPass(0, 0, 1, overdue=True)]
+    lost = state.step([WorkerLost(0)])
+    assert lost == [FailPass(0, 1, 1), FailPass(0, 2, 1), StartWorker(0)]
