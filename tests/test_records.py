@@ -67,9 +67,10 @@ def test_the_layout_is_the_one_of_the_version():
         dtype.itemsize: " ".join(f"{name}:{dtype[name].str}" for name in dtype.names or ())
         for dtype in (GENERATE, MODIFY)
     }
-    assert records.VERSION == 1
+    assert records.VERSION == 2
     assert layouts == {
-        62: f"{common} input_tokens:<i4 cached_tokens:<i4 output_tokens:<i4 kv_used:|i1"
+        66: f"{common} input_tokens:<i4 cached_tokens:<i4 output_tokens:<i4"
+        " reported_tokens:<i4 kv_used:|i1"
         " finish_reason:|S16",
         73: f"{common} tokens_before:<i4 tokens_after:<i4 stored_tokens:<i4 recomputed_tokens:<i4"
         " retrieve_s:<f8 fn_s:<f8 store_s:<f8",

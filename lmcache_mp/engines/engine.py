@@ -15,8 +15,12 @@ worker how to drive it:
 ``check_sampling_params(sampling_params)``
     Likewise, for parameters that it does not know or can't honour.
 
+``cached_tokens_hint``
+    What to do so that the engine reports ``cached_tokens``, for the warning where it does not.
+
 The iterator that it returns may have ``cancel()``, called from another thread to end a pass that
-waits, and ``close()``, called when a pass is given up.
+waits, ``close()``, called when a pass is given up, and ``retried``, how often its request was sent
+again before anything arrived (it counts in the record's ``attempt``).
 """
 
 from __future__ import annotations
@@ -46,12 +50,16 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class TokensEvent:
-    """Several tokens that arrived together (or none, with a late text or finish reason)."""
+    """Several tokens that arrived together (or none, with a late text or finish reason).
+
+    ``reported_tokens`` is the engine's own count of what it generated in the pass.
+    """
 
     token_ids: Sequence[int] = ()
     text: str = ""
     finish_reason: str | None = None
     cached_tokens: int | None = None
+    reported_tokens: int | None = None
 
 
 class PostCompletion(Protocol):

@@ -93,6 +93,9 @@ def stream_values(data: PhaseData) -> dict[str, Floats]:
         "input_tokens": rows["input_tokens"].astype(np.float64),
         "cached_tokens": _known(rows["cached_tokens"], began & (rows["cached_tokens"] != UNKNOWN)),
         "output_tokens": rows["output_tokens"].astype(np.float64),
+        "reported_tokens": _known(
+            rows["reported_tokens"], began & (rows["reported_tokens"] != UNKNOWN)
+        ),
         "ttft": first,
         "tpot": _divide(last - first, rows["output_tokens"] - 1),
         "e2el": duration,

@@ -69,6 +69,9 @@ GENERATE = (
     _tokens("input_tokens", "Input tokens", "tokens of the prompt that was sent", "int64"),
     _tokens("cached_tokens", "Cached tokens", "prompt tokens whose KV the engine says it reused"),
     _tokens("output_tokens", "Output tokens", "tokens that arrived", "int64"),
+    Definition(
+        "reported_tokens", "tokens", "Reported tokens", "the engine's own count of them", "Int64"
+    ),
     _fact("finish_reason", "the engine's reason to stop"),
     _seconds("ttft", "TTFT", "time of the first event with a token, since the call", reported=True),
     _seconds("tpot", "TPOT", "(last - first) / (output_tokens - 1), of 2 or more", reported=True),

@@ -52,7 +52,7 @@ class PassGuard:
 class _Arrivals:
     """What came out of an engine so far: kept, with its times, when the engine breaks off."""
 
-    __slots__ = ("cached", "counts", "finish", "ids", "parts", "times")
+    __slots__ = ("cached", "counts", "finish", "ids", "parts", "reported", "times")
 
     def __init__(self) -> None:
         self.ids: Ids[int] = array("i")
@@ -61,6 +61,7 @@ class _Arrivals:
         self.counts = array("i")
         self.finish: str | None = None
         self.cached = records.UNKNOWN
+        self.reported = records.UNKNOWN
 
     def take(self, event: Any, elapsed: float) -> None:  # Any: LMCache's own events are taken too
         if type(event) is TokenEvent:
@@ -88,12 +89,24 @@ class _Arrivals:
         cached = getattr(event, "cached_tokens", None)
         if cached is not None:
             self.cached = array("i", [cached])[0]  # nothing else fits into a record
+        reported = getattr(event, "reported_tokens", None)
+        if reported is not None:
+            self.reported = array("i", [reported])[0]
 
     def ended_by_itself(self, params: SamplingParams) -> bool:
         if self.finish is not None:
             return self.finish != "length"
         limit = params.get("max_tokens")
         return len(self.ids) < (1 if limit is None else limit)
+
+    def disagreement(self) -> str:
+        """What to say if the engine's own count differs from what it sent; empty if not."""
+        if self.reported in (records.UNKNOWN, len(self.ids)):
+            return ""
+        return (
+            f"the engine reports {self.reported} generated tokens and sent {len(self.ids)} ids: "
+            "text and ids may not belong together"
+        )
 
     def change(self, params: SamplingParams, suffix_tokens: tuple[int, ...]) -> Generated:
         """What a pass that ended well adds to its stream."""
@@ -123,6 +136,7 @@ def generate_pass(
     change: Generated | None = None
     error: BaseException | None = None
     used, doubt, warning = records.UNKNOWN, "", ""
+    events: Iterable[Any] | None = None
     start = time.perf_counter()
     try:
         doubt = _missing_kv(state, contexts, prompt)
@@ -140,15 +154,17 @@ def generate_pass(
             if doubt and not warn_unused_kv:
                 raise KVError(doubt)
             used, warning = (0, doubt) if doubt else (used, "")
+        warning = warning or arrivals.disagreement()
         change = arrivals.change(params, suffix_tokens)
     except BaseException as caught:  # a user's SystemExit is a failed pass too
         error = caught
     end = time.perf_counter()
     row = (
-        *label.row_head(error is not None, start, end),
+        *label.row_head(error is not None, start, end, getattr(events, "retried", 0)),
         len(prompt),
         arrivals.cached,
         len(arrivals.ids),
+        arrivals.reported,
         used,
         (arrivals.finish or "").encode("ascii", "replace"),
     )

@@ -38,11 +38,14 @@ class PassLabel:
     nonce: str = ""
     key: str = ""
 
-    def row_head(self, failed: bool, start: float, end: float) -> tuple[int | float, ...]:
+    def row_head(
+        self, failed: bool, start: float, end: float, retried: int = 0
+    ) -> tuple[int | float, ...]:
         """The columns that all records share (see records.py)."""
         status = records.FAILED if failed else records.COMPLETED
         wall = records.wall_clock(start)
-        return self.stream, status, self.attempt, self.worker, os.getpid(), wall, end - start
+        attempt = self.attempt + retried
+        return self.stream, status, attempt, self.worker, os.getpid(), wall, end - start
 
     def failed_row(self, dtype: np.dtype[np.void], pid: int) -> bytes:
         """The record of a pass that measured nothing: it could not begin, or its worker died."""
@@ -51,7 +54,7 @@ class PassLabel:
             if dtype[name].kind == "f":
                 row[name] = np.nan
         if dtype is records.GENERATE:
-            row["cached_tokens"] = row["kv_used"] = records.UNKNOWN
+            row["cached_tokens"] = row["reported_tokens"] = row["kv_used"] = records.UNKNOWN
         row["stream"], row["status"], row["attempt"] = self.stream, records.FAILED, self.attempt
         row["worker"], row["pid"] = self.worker, pid
         return row.tobytes()

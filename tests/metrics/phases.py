@@ -64,6 +64,7 @@ def generate_phase(
         row["duration"] = it.duration
         row["input_tokens"], row["cached_tokens"] = it.prompt, it.cached
         row["output_tokens"] = sum(tokens for _, tokens in it.events)
+        row["reported_tokens"] = row["output_tokens"]
         row["kv_used"], row["finish_reason"] = it.kv_used, it.finish_reason
     events = Events.join(
         (

@@ -28,7 +28,7 @@ from tests.metrics.phases import (
 GENERATE_COLUMNS = [
     *("run", "phase", "round", "custom_id", "status", "error_type", "error_message"),
     *("worker_id", "worker_pid", "attempt", "start_time", "dispatch_delay"),
-    *("input_tokens", "cached_tokens", "output_tokens", "finish_reason"),
+    *("input_tokens", "cached_tokens", "output_tokens", "reported_tokens", "finish_reason"),
     *("ttft", "tpot", "e2el", "scheduled_latency", "kv_used", "output_text"),
 ]
 MODIFY_COLUMNS = [

@@ -1,0 +1,341 @@
+"""An engine behind HTTP: vLLM's streaming ``/v1/completions``, or a server that speaks the same."""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import http.client
+import os
+import random
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from lmcache_mp.arguments import check_count, check_seconds
+from lmcache_mp.engines.completions_api import (
+    NoTokenIds,
+    check_params,
+    error_message,
+    parse_chunk,
+    request_body,
+)
+from lmcache_mp.engines.engine import TokenEvent, TokensEvent
+from lmcache_mp.engines.http_stream import ConnectionFailure, Connections, Endpoint, Exchange
+from lmcache_mp.engines.sse import EventParser
+from lmcache_mp.errors import EngineError, UsageError
+from lmcache_mp.kv.context import check_salt
+
+_PATH = "/completions"
+#: Statuses of a server that is only busy: too many requests, and overloaded or starting.
+_BUSY = (429, 503)
+#: Seconds: the first pause before a retry, the longest one, and the longest that a server may ask.
+_FIRST_PAUSE, _LONGEST_PAUSE, _LONGEST_ASKED = 0.5, 30.0, 300.0
+#: Seconds that a body may take to end after [DONE]; past it the connection is not kept.
+_LAST_BYTES = 1.0
+
+
+def openai_engine(
+    base_url: str,
+    model: str,
+    *,
+    connect_timeout: float = 10.0,
+    first_token_timeout: float | None = None,
+    idle_timeout: float = 300.0,
+    retries: int = 3,
+    api_key_env: str = "OPENAI_API_KEY",
+) -> OpenAIEngine:
+    """The engine at ``base_url`` ("http://host:8000" or ".../v1"), asked for ``model``.
+
+    ``connect_timeout`` seconds bound the connecting. Silence before the first token is queueing in
+    the engine, and has no limit unless ``first_token_timeout`` sets one; silence after it is an
+    EngineError after ``idle_timeout`` seconds. ``retries``: how often a request is sent again after
+    a failure that passes (connection refused or reset, 429, 503), as long as nothing of its answer
+    has arrived; they count in the column ``attempt``. The environment variable ``api_key_env`` of
+    the worker, if set, is sent as a bearer token.
+
+    Raises UsageError for a wrong argument. Nothing is sent before the first pass.
+    """
+    if not isinstance(model, str) or not model:
+        raise UsageError(f"model must be the name that the engine serves, not {model!r}")
+    if not isinstance(base_url, str):
+        raise UsageError(f"base_url must be a URL, not {base_url!r}")
+    stem = base_url.rstrip("/")
+    stem = stem.removesuffix(_PATH) if stem.endswith("/v1" + _PATH) else stem
+    endpoint = Endpoint.parse(stem, _PATH if stem.endswith("/v1") else "/v1" + _PATH)
+    limit = first_token_timeout
+    return OpenAIEngine(
+        _Settings(
+            endpoint,
+            model,
+            check_seconds(connect_timeout, "connect_timeout", positive=True),
+            None if limit is None else check_seconds(limit, "first_token_timeout", positive=True),
+            check_seconds(idle_timeout, "idle_timeout", positive=True),
+            check_count(retries, "retries", least=0),
+            api_key_env,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What travels to other processes."""
+
+    endpoint: Endpoint
+    model: str
+    connect_timeout: float
+    first_token_timeout: float | None
+    idle_timeout: float
+    retries: int
+    api_key_env: str
+
+
+class OpenAIEngine:
+    """A :class:`~lmcache_mp.engines.engine.PostCompletion`; see :func:`openai_engine`.
+
+    A pass has a connection of its own, which is kept for later passes. There is no limit on passes
+    in flight.
+    """
+
+    #: How to make the engine say how much of a prompt it had in its caches.
+    cached_tokens_hint = "start vLLM with --enable-prompt-tokens-details"
+
+    def __init__(self, settings: _Settings) -> None:
+        self._settings = settings
+        self._connections: Connections | None = None
+        self._lock = threading.Lock()
+        self.ids_in_logprobs = False  # what a server that does not know return_token_ids needs
+
+    def __call__(
+        self, prompt_token_ids: Sequence[int], sampling_params: Mapping[str, Any], cache_salt: str
+    ) -> CompletionStream:
+        """A pass; its request is sent when the first event is asked for."""
+        check_params(sampling_params)
+        return CompletionStream(
+            self, list(prompt_token_ids), dict(sampling_params), check_salt(cache_salt)
+        )
+
+    def check_sampling_params(self, sampling_params: Mapping[str, Any]) -> None:
+        """UsageError: a field that the engine sets by itself, or a value that JSON lacks."""
+        check_params(sampling_params)
+
+    @property
+    def settings(self) -> _Settings:
+        """What the engine was made with."""
+        return self._settings
+
+    @property
+    def connections(self) -> Connections:
+        """This process' connections."""
+        with self._lock:
+            if self._connections is None:
+                settings = self._settings
+                self._connections = Connections(settings.endpoint, settings.connect_timeout)
+            return self._connections
+
+    def api_key(self) -> str | None:
+        """The key in this process' environment, if there is one."""
+        return os.environ.get(self._settings.api_key_env) or None
+
+    def close(self) -> None:
+        """Close the connections that no pass uses. Idempotent."""
+        with self._lock:
+            if self._connections is not None:
+                self._connections.close()
+
+    def __reduce__(self) -> tuple[type[OpenAIEngine], tuple[_Settings]]:
+        return OpenAIEngine, (self._settings,)
+
+    def __repr__(self) -> str:
+        return f"OpenAIEngine({str(self._settings.endpoint)!r}, {self._settings.model!r})"
+
+
+class _PassingError(Exception):
+    """A failure that may not come again; ``wait`` is how many seconds the server asked for."""
+
+    def __init__(self, message: str, wait: float | None = None) -> None:
+        super().__init__(message)
+        self.wait = wait
+
+
+class CompletionStream:
+    """The events of one pass. ``retried`` says how often its request was sent again."""
+
+    def __init__(
+        self, engine: OpenAIEngine, prompt: list[int], params: dict[str, Any], cache_salt: str
+    ) -> None:
+        self.retried = 0
+        self._engine = engine
+        self._request = prompt, params, cache_salt
+        self._exchange = Exchange(engine.connections)
+        self._cancelled = threading.Event()
+        self._tokens = 0
+        self._events = self._run()
+
+    def __iter__(self) -> CompletionStream:
+        return self
+
+    def __next__(self) -> TokenEvent | TokensEvent:
+        return next(self._events)
+
+    def cancel(self) -> None:
+        """End the pass from another thread: its connection is shut, so the server aborts."""
+        self._cancelled.set()
+        self._exchange.cancel()
+
+    def close(self) -> None:
+        """Give up the pass and its connection."""
+        self._events.close()
+
+    def _run(self) -> Generator[TokenEvent | TokensEvent, None, None]:
+        begun, retries = time.monotonic(), self._engine.settings.retries
+        while True:
+            with_logprobs = self._engine.ids_in_logprobs
+            try:
+                yield from self._attempt(with_logprobs)
+                return
+            except NoTokenIds:
+                if with_logprobs:
+                    raise
+                self._engine.ids_in_logprobs = True
+            except _PassingError as failure:
+                if self.retried >= retries:
+                    spent = time.monotonic() - begun
+                    tries = f" ({self.retried + 1} attempts in {spent:.1f} s)"
+                    raise EngineError(f"{failure}{tries if self.retried else ''}") from failure
+                self._pause(failure.wait)
+            finally:
+                self._exchange.close()
+            self.retried += 1
+            self._exchange = Exchange(self._engine.connections)
+            if self._cancelled.is_set():
+                self._exchange.cancel()
+
+    def _attempt(self, with_logprobs: bool) -> Iterator[TokenEvent | TokensEvent]:
+        """Send the request once. Raises EngineError, or _PassingError where nothing came back."""
+        exchange, finish = self._exchange, None
+        try:
+            response = self._send(with_logprobs)
+            if response.status != 200:
+                self._refused(response)
+            for payload in self._payloads():
+                event = parse_chunk(payload)
+                if event is not None:
+                    self._count(event)
+                    finish = event.finish_reason or finish
+                    yield event
+        except ConnectionFailure as error:
+            self._broke(error)
+        if finish is None:
+            raise self._ended_without("a finish_reason")
+        exchange.finish()
+
+    def _payloads(self) -> Iterator[bytes]:
+        """The data of each event up to [DONE], and the rest of the body read away."""
+        exchange, parser = self._exchange, EventParser()
+        body = exchange.read()
+        for data in body:
+            for payload in parser.feed(data):
+                if payload == b"[DONE]":
+                    exchange.set_timeout(_LAST_BYTES)
+                    with contextlib.suppress(*ConnectionFailure):  # it said all there is to say
+                        for _ in body:
+                            pass
+                    return
+                yield payload
+        raise self._ended_without("[DONE]")
+
+    def _count(self, event: TokenEvent | TokensEvent) -> None:
+        if isinstance(event, TokenEvent):
+            count = 1
+        else:
+            count = len(event.token_ids)
+            if event.reported_tokens and not self._tokens + count:
+                raise NoTokenIds  # they had no text either
+        if count and not self._tokens:
+            self._exchange.set_timeout(self._engine.settings.idle_timeout)
+        self._tokens += count
+
+    def _ended_without(self, what: str) -> EngineError:
+        endpoint = self._engine.settings.endpoint
+        return EngineError(
+            f"{endpoint} ended its answer without {what}, after {self._tokens} tokens"
+        )
+
+    def _send(self, with_logprobs: bool) -> http.client.HTTPResponse:
+        settings = self._engine.settings
+        prompt, params, salt = self._request
+        body = request_body(settings.model, prompt, params, salt, ids_in_logprobs=with_logprobs)
+        headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        key = self._engine.api_key()
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        return self._exchange.send(body, headers, settings.first_token_timeout)
+
+    def _refused(self, response: http.client.HTTPResponse) -> NoReturn:
+        settings, key = self._engine.settings, self._engine.api_key()
+        said = error_message(b"".join(self._exchange.read()))
+        if key is not None:
+            said = said.replace(key, "***")
+        message = f"{settings.endpoint} answered {response.status} {response.reason}: {said}"
+        if response.status in _BUSY:
+            raise _PassingError(message, _seconds_of(response.getheader("Retry-After")))
+        if response.status == 401:
+            state = "is not right" if key is not None else "is not set"
+            message += f" (the environment variable {settings.api_key_env} {state})"
+        self._exchange.finish()
+        raise EngineError(message)
+
+    def _broke(self, error: OSError | http.client.HTTPException) -> NoReturn:
+        """Say what the failure of a connection means, and whether it may pass."""
+        settings, tokens = self._engine.settings, self._tokens
+        if self._cancelled.is_set():
+            raise EngineError("the pass was cancelled") from error
+        if tokens and isinstance(error, TimeoutError):
+            raise EngineError(
+                f"{settings.endpoint} fell silent after {tokens} tokens: nothing came for "
+                f"{settings.idle_timeout:g} s (idle_timeout)"
+            ) from error
+        if tokens:
+            raise EngineError(
+                f"{settings.endpoint} broke off after {tokens} tokens: {_named(error)}"
+            ) from error
+        if isinstance(error, TimeoutError) and self._exchange.connected:
+            raise EngineError(
+                f"{settings.endpoint} sent no token for {settings.first_token_timeout:g} s "
+                "(first_token_timeout)"
+            ) from error
+        message = f"{settings.endpoint} can't be reached: {_named(error)}; is the server running?"
+        if isinstance(error, ConnectionError | TimeoutError | http.client.HTTPException):
+            raise _PassingError(message) from error
+        raise EngineError(message) from error
+
+    def _pause(self, asked: float | None) -> None:
+        """Wait before a retry: as long as the server asked, else twice as long each time."""
+        if asked is None:
+            pause = min(_FIRST_PAUSE * 2.0**self.retried, _LONGEST_PAUSE)
+            pause *= random.uniform(0.5, 1.0)  # so that many streams don't come back at once
+        else:
+            pause = min(asked, _LONGEST_ASKED)
+        if self._cancelled.wait(pause):
+            raise EngineError("the pass was cancelled")
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _seconds_of(retry_after: str | None) -> float | None:
+    """Seconds in a Retry-After header: a number, or a date (RFC 9110, 10.2.3)."""
+    if retry_after is None:
+        return None
+    try:
+        return max(0.0, float(retry_after))
+    except ValueError:
+        pass
+    try:
+        then = email.utils.parsedate_to_datetime(retry_after)
+    except ValueError:
+        return None
+    return max(0.0, then.timestamp() - time.time())
