@@ -28,6 +28,8 @@ from lmcache_mp.errors import (
 
 if TYPE_CHECKING:
     from lmcache_mp.engines.local import connect_local
+    from lmcache_mp.engines.openai import openai_engine
+    from lmcache_mp.kv.lmcache import connect
 
 __version__ = "0.1.0"
 
@@ -44,10 +46,16 @@ __all__ = [
     "UsageError",
     "WorkerDied",
     "__version__",
+    "connect",
     "connect_local",
+    "openai_engine",
 ]
 
-_LAZY = {"connect_local": "lmcache_mp.engines.local"}
+_LAZY = {
+    "connect": "lmcache_mp.kv.lmcache",
+    "connect_local": "lmcache_mp.engines.local",
+    "openai_engine": "lmcache_mp.engines.openai",
+}
 
 
 def __getattr__(name: str) -> object:
