@@ -22,7 +22,7 @@ from lmcache_mp.engines.engine import (
 from lmcache_mp.errors import KVError, LMCacheStreamError, UsageError
 from lmcache_mp.kv.context import KVContext, PinningContext, check_salt
 from lmcache_mp.passes.checks import check_edit, expected_kv
-from lmcache_mp.passes.edit import edit_pass, kv_context, retrieve_whole
+from lmcache_mp.passes.edit import edit_pass, kind_of, kv_context, retrieve_whole
 from lmcache_mp.passes.generate import generate_pass
 from lmcache_mp.passes.outcome import Outcome, PassLabel
 from lmcache_mp.passes.state import Edited, Generated, Ids, StreamState, ids_of
@@ -107,15 +107,26 @@ def create_request(
 def _contexts(ctx: KVContext | Iterable[KVContext]) -> tuple[KVContext, ...]:
     contexts = tuple(ctx) if isinstance(ctx, Iterable) else (ctx,)
     for context in contexts:
+        if type(context).__module__.startswith("lmcache."):
+            raise UsageError(_instead_of(context))
         for name in ("lookup", "retrieve", "store"):
             if not callable(getattr(context, name, None)):
                 raise UsageError(
                     f"a {type(context).__name__} is no KV context, as it has no {name}(): use "
                     "lmcache_mp.connect_local() or lmcache_mp.connect(...)"
                 )
-    if not any(getattr(context, "kind", "kv") == "kv" for context in contexts):
+    if not any(kind_of(context) == "kv" for context in contexts):
         raise UsageError("a request needs a context that holds KV (kind 'kv')")
     return contexts
+
+
+def _instead_of(context: object) -> str:
+    """The line to use in place of a context of LMCache's own SDK."""
+    http_url, model = (getattr(context, name, "...") for name in ("_http_url", "_model_name"))
+    return (
+        "a context of LMCache's own SDK holds sockets, which can't be sent to a worker: use "
+        f"lmcache_mp.connect(url, {http_url!r}, {model!r}), with the url that it was connected by"
+    )
 
 
 def _check_prompt(prompt: Sequence[int], engine: PostCompletion) -> Ids[int]:
@@ -240,8 +251,19 @@ class LMCacheStream:
         The array is private and writable, of the context's kind (numpy or torch). The context is
         opened in this process. Raises a KVError when the KV is not there after ``timeout`` seconds.
         """
-        context = kv_context(self.contexts)
-        return retrieve_whole(self._state, context, timeout=timeout, poll_interval=poll_interval)
+        return self.retrieve_kind("kv", timeout, poll_interval)
+
+    def retrieve_kind(self, kind: str, timeout: float = 30.0, poll_interval: float = 0.2) -> Any:
+        """What the context of a kind has for the tokens that have KV; see :meth:`retrieve_kv`.
+
+        Queries (kind "query") are [1, L, T, query_heads * head_dim]. KVError: no such context.
+        """
+        for context in self.contexts:
+            if kind_of(context) == kind:
+                return retrieve_whole(
+                    self._state, context, timeout=timeout, poll_interval=poll_interval
+                )
+        raise KVError(f"the request has no context of kind {kind!r}")
 
     def update_kv(self, kv: Any, tokens: Sequence[int]) -> None:
         """Store ``kv`` [2, L, T, D] for ``tokens`` [T], from which the stream then goes on.

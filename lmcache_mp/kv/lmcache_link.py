@@ -49,6 +49,7 @@ class Link:
         self._registration = registration
         self._layout = published_layout(registration)
         self._context = zmq.Context()
+        self._context.setsockopt(zmq.LINGER, 0)  # closing must not wait for a server that is gone
         self.client = RequestClientFactory.create(url, context=self._context)
         self._lock = threading.Lock()
         self._reader: _Instance | None = None

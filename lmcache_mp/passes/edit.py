@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,34 @@ from lmcache_mp.errors import KVError
 from lmcache_mp.kv.context import KVContext, PinningContext, edit_salt
 from lmcache_mp.passes.checks import check_edit, describe, expected_kv
 from lmcache_mp.passes.outcome import Outcome, PassLabel
-from lmcache_mp.passes.state import Edited, StreamState
+from lmcache_mp.passes.state import Edited, Ids, StreamState
+
+
+class OverKinds:
+    """An edit function of arrays by kind in place of the KV alone: LMCache's second generation.
+
+    ``fn({name("kv"): kv, name("query"): queries, ...}, tokens) -> (new_kv, new_tokens[, info])``.
+    """
+
+    def __init__(self, fn: Callable[..., Any], name: Callable[[str], Any]) -> None:
+        self.__wrapped__ = fn  # where errors look for the user's own function
+        self._name = name
+
+    def __call__(self, arrays: Mapping[str, Any], tokens: list[int]) -> Any:
+        """What the user's function returns."""
+        named = {self._name(kind): array for kind, array in arrays.items()}
+        return self.__wrapped__(named, tokens)
+
+
+def kind_of(context: KVContext) -> str:
+    """What a context holds: "kv" unless it says otherwise."""
+    return str(getattr(context, "kind", "kv"))
 
 
 def kv_context(contexts: Sequence[KVContext]) -> KVContext:
     """The context that holds keys and values (others hold queries)."""
     for context in contexts:
-        if getattr(context, "kind", "kv") == "kv":
+        if kind_of(context) == "kv":
             return context
     raise KVError("none of the request's contexts holds KV (kind 'kv')")
 
@@ -55,7 +76,16 @@ def edit_pass(
         marks.append(time.perf_counter())
         before = int(kv.shape[2])
         expected = expected_kv(kv)
-        result = fn(kv, state.tokens[:before].tolist())
+        given = kv
+        if isinstance(fn, OverKinds):
+            given = {"kv": kv} | {
+                kind_of(other): _retrieve_covering(
+                    state.tokens[:before], before, state.kv_salt, other, timeout, poll_interval
+                )
+                for other in contexts
+                if kind_of(other) != "kv"
+            }
+        result = fn(given, state.tokens[:before].tolist())
         marks.append(time.perf_counter())
         new_kv, tokens, info = check_edit(result, expected, fn, context.chunk_size)
         after = len(tokens)
@@ -88,23 +118,30 @@ def retrieve_whole(
             f"there is no KV to edit: {state.kv_tokens} tokens are less than one chunk of "
             f"{context.chunk_size}"
         )
+    return _retrieve_covering(state.tokens, wanted, state.kv_salt, context, timeout, poll_interval)
+
+
+def _retrieve_covering(
+    tokens: Ids[int], wanted: int, salt: str, context: KVContext, timeout: float, poll: float
+) -> Any:
+    """What ``context`` has of ``tokens``, once it has at least ``wanted`` of them."""
+    what = "KV" if kind_of(context) == "kv" else f"the {kind_of(context)} cache"
     deadline = time.perf_counter() + timeout
-    prompt, whole = state.tokens[:wanted], state.tokens
-    found = context.lookup(prompt, state.kv_salt)
+    found = context.lookup(tokens[:wanted], salt)
     while found < wanted:
         left = deadline - time.perf_counter()
         if left <= 0:
             raise KVError(
-                f"KV of {found} of {wanted} tokens is stored after {timeout:g} s: was the stream "
-                "prefilled with the same salt, and is the store large enough?"
+                f"{what} of {found} of {wanted} tokens is stored after {timeout:g} s: was the "
+                "stream prefilled with the same salt, and is the store large enough?"
             )
-        time.sleep(min(poll_interval, left))
-        found = context.lookup(prompt, state.kv_salt)
-    kv = context.retrieve(whole, state.kv_salt)
-    got = 0 if kv is None else int(kv.shape[2])
+        time.sleep(min(poll, left))
+        found = context.lookup(tokens[:wanted], salt)
+    array = context.retrieve(tokens, salt)
+    got = 0 if array is None else int(array.shape[2])
     if got < wanted:
-        raise KVError(f"KV of {wanted} tokens was there and only {got} could be read")
-    return kv
+        raise KVError(f"{what} of {wanted} tokens was there and only {got} could be read")
+    return array
 
 
 def _store_edit(
