@@ -7,6 +7,7 @@ first use, once per process. See docs/vllm_lmcache.md for how to start the serve
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -197,6 +198,8 @@ class LMCacheContext:
             if self._link is None:
                 facts = self._server()
                 registration = _registration(facts, self._recipe)
+                # Its dozens of lines a connection would drown the user's own output.
+                os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
                 try:
                     from lmcache_mp.kv.lmcache_link import Link
                 except ImportError as error:

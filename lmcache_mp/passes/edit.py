@@ -73,18 +73,12 @@ def edit_pass(
             kv = retrieve_whole(state, context, timeout=timeout, poll_interval=poll_interval)
         else:
             kv = fetch()
+        given = kv
+        if isinstance(fn, OverKinds):
+            given = _by_kind(state, contexts, kv, marks[0] + timeout, poll_interval)
         marks.append(time.perf_counter())
         before = int(kv.shape[2])
         expected = expected_kv(kv)
-        given = kv
-        if isinstance(fn, OverKinds):
-            given = {"kv": kv} | {
-                kind_of(other): _retrieve_covering(
-                    state.tokens[:before], before, state.kv_salt, other, timeout, poll_interval
-                )
-                for other in contexts
-                if kind_of(other) != "kv"
-            }
         result = fn(given, state.tokens[:before].tolist())
         marks.append(time.perf_counter())
         new_kv, tokens, info = check_edit(result, expected, fn, context.chunk_size)
@@ -102,6 +96,21 @@ def edit_pass(
     row = (*label.row_head(error is not None, marks[0], end), before, after, stored)
     row = (*row, after - stored, *seconds)
     return Outcome(np.array(row, records.MODIFY).tobytes(), change, error)
+
+
+def _by_kind(
+    state: StreamState, contexts: Sequence[KVContext], kv: Any, deadline: float, poll: float
+) -> dict[str, Any]:
+    """The KV, and what the other contexts have for the tokens that it covers."""
+    arrays = {"kv": kv}
+    covered = int(kv.shape[2])
+    for context in contexts:
+        if kind_of(context) not in arrays:
+            left = max(0.0, deadline - time.perf_counter())
+            arrays[kind_of(context)] = _retrieve_covering(
+                state.tokens[:covered], covered, state.kv_salt, context, left, poll
+            )
+    return arrays
 
 
 def retrieve_whole(
