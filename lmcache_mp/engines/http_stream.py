@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import re
 import socket
 import ssl
 import threading
@@ -25,6 +26,10 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
 
 #: What a request fails with when its connection does.
 ConnectionFailure = (OSError, http.client.HTTPException)
+#: The peer ended the connection; under TLS it may not say so, and then that is no ConnectionError.
+_Ended = (ConnectionError, http.client.BadStatusLine, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+#: Those of them that may not come again.
+PassingFailure = (*_Ended, TimeoutError, http.client.HTTPException)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +44,17 @@ class Endpoint:
     @classmethod
     def parse(cls, url: str, suffix: str) -> Endpoint:
         """``url`` (http or https) with ``suffix`` after its path; UsageError if it is no URL."""
-        parts = urlsplit(url)
         try:
+            parts = urlsplit(url)
             port = parts.port
-        except ValueError as error:
-            raise UsageError(f"{url!r} has no valid port: {error}") from None
+        except ValueError:
+            raise UsageError(f"{_bare(url)!r} has no valid port or host") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"{url!r} is no http:// or https:// URL")
-        if parts.query or parts.fragment or parts.username:
+            raise UsageError(f"{_bare(url)!r} is no http:// or https:// URL")
+        if parts.query or parts.fragment or "@" in parts.netloc:
             raise UsageError(f"{_bare(url)!r} must be a plain URL: no user, query or fragment")
+        if not re.fullmatch("[!-~]*", parts.path):
+            raise UsageError(f"{_bare(url)!r} may only have visible ASCII characters: quote others")
         return cls(parts.scheme == "https", parts.hostname, port, parts.path.rstrip("/") + suffix)
 
     def __str__(self) -> str:
@@ -58,8 +65,7 @@ class Endpoint:
 
 def _bare(url: str) -> str:
     """A URL for a message, without what may be a secret in it."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.hostname}{parts.path}"
+    return re.sub("[?#].*", "", re.sub("//.*@", "//", url))
 
 
 class Connections:
@@ -108,6 +114,8 @@ class Exchange:
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
         self._connection: http.client.HTTPConnection | None = None
+        # Kept here too: a connection forgets its socket once the server said that it will close it.
+        self._socket: socket.socket | None = None
         self._response: http.client.HTTPResponse | None = None
         self._lock = threading.Lock()
         self.cancelled = False
@@ -122,11 +130,12 @@ class Exchange:
         closed meanwhile is replaced. Raises a ConnectionFailure.
         """
         while True:
+            self.connected = False
             connection, reused = self._connections.take()
             self.connected = True
             try:
                 return self._send_over(connection, body, headers, timeout)
-            except (ConnectionError, http.client.BadStatusLine):
+            except _Ended:
                 self.close()
                 if not reused or self.cancelled:
                     raise
@@ -139,7 +148,7 @@ class Exchange:
         timeout: float | None,
     ) -> http.client.HTTPResponse:
         with self._lock:
-            self._connection = connection
+            self._connection, self._socket = connection, connection.sock
             if self.cancelled:
                 raise ConnectionAbortedError("cancelled")
         self.set_timeout(timeout)
@@ -149,17 +158,22 @@ class Exchange:
 
     def set_timeout(self, timeout: float | None) -> None:
         """From now on so many seconds of silence are a TimeoutError; None: no limit."""
-        if self._connection is not None and self._connection.sock is not None:
-            self._connection.sock.settimeout(timeout)
+        if self._socket is not None and self._socket.fileno() >= 0:
+            self._socket.settimeout(timeout)
 
     def read(self) -> Iterator[bytes]:
         """The answer's body as it arrives. A body that is cut off is a ConnectionFailure."""
         response = self._response
-        if response is not None:
-            while data := response.read1(_READ):
-                yield data
-            if response.length:  # read1 says nothing when Content-Length promised more
-                raise http.client.IncompleteRead(b"", response.length)
+        if response is None:
+            return
+        # Content-Length is counted here: how well read1 does it depends on the version of Python.
+        left = response.length
+        while left != 0 and (data := response.read1(_READ if left is None else min(left, _READ))):
+            left = None if left is None else left - len(data)
+            yield data
+        if left:
+            raise http.client.IncompleteRead(b"", left)
+        response.close()
 
     def finish(self) -> None:
         """The answer was read to its end: keep the connection, if the server does."""
@@ -167,24 +181,26 @@ class Exchange:
         if response is None or connection is None:
             return
         if response.isclosed() and not response.will_close and not self.cancelled:
+            self.set_timeout(None)
             with self._lock:
-                self._connection = None
-            connection.sock.settimeout(None)
+                self._connection = self._socket = None
             self._connections.give_back(connection)
         self.close()
 
     def close(self) -> None:
         """Give up the connection, if there still is one."""
         with self._lock:
-            connection, self._connection = self._connection, None
+            connection, self._connection, self._socket = self._connection, None, None
         if connection is not None:
             connection.close()
+        if self._response is not None:
+            self._response.close()
 
     def cancel(self) -> None:
         """Make whoever waits for this exchange fail now."""
         with self._lock:
             self.cancelled = True
-            connection = self._connection
-            if connection is not None and connection.sock is not None:
+            if self._socket is not None:
                 with contextlib.suppress(OSError):
-                    connection.sock.shutdown(socket.SHUT_RDWR)
+                    # Of the TCP connection, also below TLS: whoever reads must find an end.
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)

@@ -22,7 +22,13 @@ from lmcache_mp.engines.completions_api import (
     request_body,
 )
 from lmcache_mp.engines.engine import TokenEvent, TokensEvent
-from lmcache_mp.engines.http_stream import ConnectionFailure, Connections, Endpoint, Exchange
+from lmcache_mp.engines.http_stream import (
+    ConnectionFailure,
+    Connections,
+    Endpoint,
+    Exchange,
+    PassingFailure,
+)
 from lmcache_mp.engines.sse import EventParser
 from lmcache_mp.errors import EngineError, UsageError
 from lmcache_mp.kv.context import check_salt
@@ -32,6 +38,8 @@ _PATH = "/completions"
 _BUSY = (429, 503)
 #: Seconds: the first pause before a retry, the longest one, and the longest that a server may ask.
 _FIRST_PAUSE, _LONGEST_PAUSE, _LONGEST_ASKED = 0.5, 30.0, 300.0
+#: The most seconds that a socket takes as its timeout, about: 24 days.
+_LONGEST_TIMEOUT = 24 * 86400.0
 #: Seconds that a body may take to end after [DONE]; past it the connection is not kept.
 _LAST_BYTES = 1.0
 
@@ -61,6 +69,8 @@ def openai_engine(
         raise UsageError(f"model must be the name that the engine serves, not {model!r}")
     if not isinstance(base_url, str):
         raise UsageError(f"base_url must be a URL, not {base_url!r}")
+    if not isinstance(api_key_env, str) or not api_key_env:
+        raise UsageError("api_key_env must be the name of an environment variable")
     stem = base_url.rstrip("/")
     stem = stem.removesuffix(_PATH) if stem.endswith("/v1" + _PATH) else stem
     endpoint = Endpoint.parse(stem, _PATH if stem.endswith("/v1") else "/v1" + _PATH)
@@ -69,13 +79,17 @@ def openai_engine(
         _Settings(
             endpoint,
             model,
-            check_seconds(connect_timeout, "connect_timeout", positive=True),
-            None if limit is None else check_seconds(limit, "first_token_timeout", positive=True),
-            check_seconds(idle_timeout, "idle_timeout", positive=True),
+            _check_timeout(connect_timeout, "connect_timeout"),
+            None if limit is None else _check_timeout(limit, "first_token_timeout"),
+            _check_timeout(idle_timeout, "idle_timeout"),
             check_count(retries, "retries", least=0),
             api_key_env,
         )
     )
+
+
+def _check_timeout(value: object, name: str) -> float:
+    return min(check_seconds(value, name, positive=True), _LONGEST_TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +149,12 @@ class OpenAIEngine:
             return self._connections
 
     def api_key(self) -> str | None:
-        """The key in this process' environment, if there is one."""
-        return os.environ.get(self._settings.api_key_env) or None
+        """The key in this process' environment, or None; EngineError if no header can hold it."""
+        name = self._settings.api_key_env
+        key = os.environ.get(name, "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise EngineError(f"{name} in the environment holds characters that can't be sent")
+        return key or None
 
     def close(self) -> None:
         """Close the connections that no pass uses. Idempotent."""
@@ -171,6 +189,7 @@ class CompletionStream:
         self._exchange = Exchange(engine.connections)
         self._cancelled = threading.Event()
         self._tokens = 0
+        self._arrived = False  # whether an event has
         self._events = self._run()
 
     def __iter__(self) -> CompletionStream:
@@ -196,7 +215,7 @@ class CompletionStream:
                 yield from self._attempt(with_logprobs)
                 return
             except NoTokenIds:
-                if with_logprobs:
+                if with_logprobs or self._tokens:
                     raise
                 self._engine.ids_in_logprobs = True
             except _PassingError as failure:
@@ -223,6 +242,7 @@ class CompletionStream:
                 event = parse_chunk(payload)
                 if event is not None:
                     self._count(event)
+                    self._arrived = True
                     finish = event.finish_reason or finish
                     yield event
         except ConnectionFailure as error:
@@ -258,6 +278,8 @@ class CompletionStream:
         self._tokens += count
 
     def _ended_without(self, what: str) -> EngineError:
+        if self._cancelled.is_set():
+            return EngineError("the pass was cancelled")
         endpoint = self._engine.settings.endpoint
         return EngineError(
             f"{endpoint} ended its answer without {what}, after {self._tokens} tokens"
@@ -275,16 +297,19 @@ class CompletionStream:
 
     def _refused(self, response: http.client.HTTPResponse) -> NoReturn:
         settings, key = self._engine.settings, self._engine.api_key()
-        said = error_message(b"".join(self._exchange.read()))
-        if key is not None:
-            said = said.replace(key, "***")
+        body = b"".join(self._exchange.read())
+        self._exchange.finish()
+        if key is not None:  # here before it is cut short, and below without JSON's escapes
+            body = body.replace(key.encode(), b"***")
+        said = error_message(body)
         message = f"{settings.endpoint} answered {response.status} {response.reason}: {said}"
+        if key is not None:
+            message = message.replace(key, "***")
         if response.status in _BUSY:
             raise _PassingError(message, _seconds_of(response.getheader("Retry-After")))
         if response.status == 401:
             state = "is not right" if key is not None else "is not set"
             message += f" (the environment variable {settings.api_key_env} {state})"
-        self._exchange.finish()
         raise EngineError(message)
 
     def _broke(self, error: OSError | http.client.HTTPException) -> NoReturn:
@@ -292,29 +317,31 @@ class CompletionStream:
         settings, tokens = self._engine.settings, self._tokens
         if self._cancelled.is_set():
             raise EngineError("the pass was cancelled") from error
-        if tokens and isinstance(error, TimeoutError):
+        # A limit that was set here; the kernel's own, for a peer that vanished, has an errno.
+        silent = isinstance(error, TimeoutError) and error.errno is None
+        if tokens and silent:
             raise EngineError(
                 f"{settings.endpoint} fell silent after {tokens} tokens: nothing came for "
                 f"{settings.idle_timeout:g} s (idle_timeout)"
             ) from error
-        if tokens:
-            raise EngineError(
-                f"{settings.endpoint} broke off after {tokens} tokens: {_named(error)}"
-            ) from error
-        if isinstance(error, TimeoutError) and self._exchange.connected:
+        if silent and self._exchange.connected:
             raise EngineError(
                 f"{settings.endpoint} sent no token for {settings.first_token_timeout:g} s "
                 "(first_token_timeout)"
             ) from error
+        if self._arrived:
+            raise EngineError(
+                f"{settings.endpoint} broke off after {tokens} tokens: {_named(error)}"
+            ) from error
         message = f"{settings.endpoint} can't be reached: {_named(error)}; is the server running?"
-        if isinstance(error, ConnectionError | TimeoutError | http.client.HTTPException):
+        if isinstance(error, PassingFailure):
             raise _PassingError(message) from error
         raise EngineError(message) from error
 
     def _pause(self, asked: float | None) -> None:
         """Wait before a retry: as long as the server asked, else twice as long each time."""
         if asked is None:
-            pause = min(_FIRST_PAUSE * 2.0**self.retried, _LONGEST_PAUSE)
+            pause = min(_FIRST_PAUSE * 2.0 ** min(self.retried, 9), _LONGEST_PAUSE)
             pause *= random.uniform(0.5, 1.0)  # so that many streams don't come back at once
         else:
             pause = min(asked, _LONGEST_ASKED)
