@@ -181,7 +181,6 @@ class Exchange:
         if response is None or connection is None:
             return
         if response.isclosed() and not response.will_close and not self.cancelled:
-            self.set_timeout(None)
             with self._lock:
                 self._connection = self._socket = None
             self._connections.give_back(connection)
@@ -202,5 +201,4 @@ class Exchange:
             self.cancelled = True
             if self._socket is not None:
                 with contextlib.suppress(OSError):
-                    # Of the TCP connection, also below TLS: whoever reads must find an end.
-                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+                    self._socket.shutdown(socket.SHUT_RDWR)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import errno
 import http.client
@@ -327,27 +328,33 @@ def test_the_limit_of_one_pass_is_not_that_of_the_next(make_engine: MakeEngine) 
         assert server.connections == 1
 
 
-def full_listener() -> tuple[socket.socket, list[socket.socket]]:
-    """A listener that takes no more connections, and those that fill it."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=0)
-    address = listener.getsockname()
-    waiting = []
-    for _ in range(8):
-        client = socket.socket()
-        client.setblocking(False)
-        client.connect_ex(address)
-        waiting.append(client)
-    return listener, waiting
+def answer_once(listener: socket.socket) -> None:
+    """Answer one request, and hang up."""
+    connection, _ = listener.accept()
+    answer = Answer(tokens(5), framing="length")
+    with connection:
+        while not connection.recv(1 << 16).endswith(b"}"):
+            pass
+        connection.sendall(answer.head() + b"".join(tokens(5)))
 
 
-def test_connecting_has_a_limit_of_its_own(make_engine: MakeEngine) -> None:
-    listener, waiting = full_listener()
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    try:
-        said = error_of(begin(make_engine(url, connect_timeout=0.2, retries=0)))
-    finally:
-        for sock in (listener, *waiting):
-            sock.close()
+@pytest.mark.parametrize("answers", [0, 1], ids=["at first", "after one that was kept"])
+def test_connecting_has_a_limit_of_its_own(make_engine: MakeEngine, answers: int) -> None:
+    """The kernel takes no connections for a listener that leaves enough of them waiting."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        engine = make_engine(url, connect_timeout=0.2, retries=0)
+        for _ in range(answers):
+            thread = threading.Thread(target=answer_once, args=[listener])
+            thread.start()
+            assert ids_of(begin(engine)) == [5]
+            thread.join(LIMIT)
+        for _ in range(8):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        said = error_of(begin(engine))
     assert "can't be reached" in said and "first_token" not in said
 
 
@@ -487,7 +494,7 @@ def test_https(
         Answer([event([5], "a")], framing="close", end="open"),
     ]
     with ScriptedServer(answers, tls=tls) as server:
-        engine = make_engine(server)
+        engine = make_engine(server, retries=0)
         assert [ids_of(begin(engine)) for _ in range(3)] == [[5], [6], [7]]
         assert server.connections == 2
         assert "cancelled" in cancelled_when(server, engine, lambda: server.running == 1)
