@@ -322,7 +322,14 @@ class LMCacheStream:
             self._done = False
 
     def join_batch(self) -> None:
-        """From now on a batch runs the passes; calls that would run one here are refused."""
+        """From now on a batch runs the passes; calls that would run one here are refused.
+
+        UsageError for a stream of another batch: two owners would edit it unknown to each other.
+        """
+        if self._in_batch:
+            raise UsageError(
+                f"stream {self._id} belongs to another batch: make a request for each batch"
+            )
         self._in_batch = True
 
     def _label(self) -> PassLabel:

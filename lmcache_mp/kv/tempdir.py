@@ -1,6 +1,6 @@
 """Temporary directories that processes share: the last one to let go of a directory removes it.
 
-Every process that uses a directory holds a shared ``flock`` on the file ``lock`` in it. The kernel
+Every process that uses a directory holds a shared ``flock`` on one file in it. The kernel
 drops the lock however a process ends, so a lock that can be taken exclusively says that nobody is
 left. On a platform without ``fcntl`` only the process that made a directory removes it.
 """
@@ -21,7 +21,8 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]  # the module's name stands for "no locks here"
 
 _PREFIX = "lmcache_mp-"
-_LOCK = "lock"
+#: A name of its own: what merely looks like such a directory must not be taken for one.
+_LOCK = ".lmcache_mp-holders"
 
 
 class Hold:

@@ -28,7 +28,9 @@ def stream_frame(data: PhaseData) -> pd.DataFrame:
     metrics = definitions.metrics(data.phase)
     table = _table({**stream_values(data), **_facts(data)}, metrics)
     for name, info in _infos(data.infos).items():
-        table[f"info_{name}" if name in table else name] = _inferred(info)
+        while name in table:
+            name = f"info_{name}"
+        table[name] = _inferred(info)
     frame: pd.DataFrame = pd.DataFrame(table, index=_index(data.stream_ids))
     frame.attrs["units"] = definitions.units(it for it in metrics if it.dtype)
     return frame
