@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -40,25 +41,49 @@ def check_sampling_params(params: object, where: str) -> dict[str, Any]:
     limit = params.get("max_tokens")
     if limit is not None:
         check_count(limit, f"max_tokens in {where}")
-    return dict(params)
+    return {str.__str__(key): plain(value) for key, value in params.items()}
+
+
+def plain(value: object) -> object:
+    """``value`` without classes that another process may not know, where it has a plain form.
+
+    Enums and other subclasses of scalars, and numpy's and torch's scalars, become Python's own;
+    lists, tuples and dicts are searched. Whatever else there is stays as it is.
+    """
+    if isinstance(value, dict):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if type(value) is tuple:
+        return tuple(plain(item) for item in value)
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
 def check_count(value: object, name: str, *, least: int = 1) -> int:
     """``value`` as a whole number of at least ``least``, or a UsageError."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise UsageError(f"{name} must be a whole number, not {value!r}")
     if value < least:
         raise UsageError(f"{name} must be at least {least}, not {value}")
-    return value
+    return int(value)
 
 
 def check_seconds(value: object, name: str, *, positive: bool = False) -> float:
     """``value`` as seconds (above 0 if ``positive``, else at least 0), or a UsageError."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise UsageError(f"{name} must be a number of seconds, not {value!r}")
-    if not (value > 0 if positive else value >= 0):
+    seconds = float(value)
+    if not (seconds > 0 if positive else seconds >= 0):
         raise UsageError(f"{name} must be {'above' if positive else 'at least'} 0, not {value}")
-    return float(value)
+    return seconds
 
 
 def check_choice(value: object, choices: tuple[str, ...], name: str) -> str:
@@ -67,3 +92,15 @@ def check_choice(value: object, choices: tuple[str, ...], name: str) -> str:
         if value == choice:
             return choice
     raise UsageError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+
+
+def check_environment(env: object) -> dict[str, str]:
+    """A copy of environment variables by name, or a UsageError for what no system can take."""
+    if not isinstance(env, Mapping):
+        raise UsageError(f"env must be a dict of strings by name, not {env!r}")
+    for name, value in env.items():
+        if not (isinstance(name, str) and isinstance(value, str)):
+            raise UsageError(f"env must be a dict of strings by name, and has {name!r}: {value!r}")
+        if not name or "=" in name or "\0" in name + value:
+            raise UsageError(f"env has {name!r}: {value!r}, which is no environment variable")
+    return dict(env)

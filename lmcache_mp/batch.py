@@ -13,6 +13,7 @@ from typing import Any
 from lmcache_mp.arguments import (
     check_choice,
     check_count,
+    check_environment,
     check_sampling_params,
     check_seconds,
     select_ids,
@@ -72,7 +73,7 @@ class LMCacheBatchedStream:
             workers=None if workers is None else check_count(workers, "workers"),
             start_method=choose_start_method(start_method, threads),
             compute_threads=threads,
-            env=dict(env or {}),
+            env=check_environment(env or {}),
             seed=check_count(seed, "seed", least=0),
             timeout=None if timeout is None else check_seconds(timeout, "timeout", positive=True),
             retries=check_count(retries, "retries", least=0),

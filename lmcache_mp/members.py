@@ -11,7 +11,7 @@ from lmcache_mp.arguments import check_sampling_params
 from lmcache_mp.engines.engine import SamplingParams
 from lmcache_mp.errors import StreamIdError, UsageError
 from lmcache_mp.pool.messages import Adopted
-from lmcache_mp.pool.objects import UserObjects
+from lmcache_mp.pool.objects import UserObjects, dump_object
 from lmcache_mp.stream import LMCacheStream
 
 
@@ -23,6 +23,7 @@ class Member:
     stream: LMCacheStream
     custom_id: str | None
     sampling_params: dict[str, Any] | None
+    pickled_params: bytes | None
     group: str | None
     engine: int
     contexts: tuple[int, ...]
@@ -76,14 +77,15 @@ class Members(Mapping[str, Member]):
                 raise UsageError(f"{name} must be a string, not {value!r}")
         if custom_id is not None and custom_id in self._custom_ids:
             raise UsageError(f"custom_id {custom_id!r} is taken by another stream of the batch")
-        own = None
+        own = pickled = None
         if sampling_params is not None:
             own = check_sampling_params(sampling_params, "the stream's sampling_params")
+            pickled = dump_object(own, "sampling parameters")
         engine = self.objects.add_permanent(stream.post_completion, "engine")
         contexts = tuple(self.objects.add_permanent(c, "context") for c in stream.contexts)
         stream.join_batch()
         self._members[stream_id] = Member(
-            len(self.names), stream, custom_id, own, group, engine, contexts
+            len(self.names), stream, custom_id, own, pickled, group, engine, contexts
         )
         self.names.append(stream_id)
         self.labels.append(custom_id if custom_id is not None else stream_id)
@@ -103,5 +105,5 @@ class Members(Mapping[str, Member]):
             member.stream.state,
             member.engine,
             member.contexts,
-            member.sampling_params,
+            member.pickled_params,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from lmcache_mp import records
+from lmcache_mp.arguments import check_count
 from lmcache_mp.engines.engine import PostCompletion
 from lmcache_mp.errors import WorkerDied
 from lmcache_mp.members import Member, Members
@@ -20,6 +21,7 @@ from lmcache_mp.phases import PassResult, PhaseResult, result_of
 from lmcache_mp.pool.cores import usable_cores
 from lmcache_mp.pool.launch import WorkerSettings
 from lmcache_mp.pool.messages import Done, Failure, Generate, Modify
+from lmcache_mp.pool.objects import dump_object
 from lmcache_mp.pool.pool import Pool
 from lmcache_mp.pool.slot import Lost
 from lmcache_mp.pool.state import Plan
@@ -69,8 +71,7 @@ class Runner:
         members, workers = self._members.values(), self._settings.workers
         if workers is None:
             contexts = [context for member in members for context in member.stream.contexts]
-            bounds = [bound for c in contexts if (bound := getattr(c, "max_workers", None))]
-            workers = min([usable_cores(), *bounds])
+            workers = min([usable_cores(), *_bounds(contexts, "max_workers")])
         size = min(workers, max(1, len(members)))
         return self._ensure_pool().start(size, self._settings.timeout)
 
@@ -89,9 +90,10 @@ class Runner:
     ) -> PhaseResult:
         """One generate of each selected stream; ``forced`` parameters win over a stream's own."""
         engines = self._check_with_engines(selected, params, forced)
-        bounds = [b for e in engines if (b := getattr(e, "max_in_flight", None)) is not None]
-        plan = self._plan(selected, limit, min(bounds, default=None))
-        work = Generate(params, forced, self._settings.warn_unused_kv)
+        per_worker = min(_bounds(engines, "max_in_flight"), default=None)
+        pickled = dump_object(params, "sampling parameters")
+        plan = self._plan(selected, limit, per_worker)
+        work = Generate(pickled, forced, self._settings.warn_unused_kv)
         result = self._run(phase, work, plan, (), selected)
         self._hint(result)
         return result
@@ -105,14 +107,13 @@ class Runner:
         limit: int | None,
     ) -> PhaseResult:
         """One edit of each selected stream, one at a time in a worker."""
-        objects, pool = self._members.objects, self._ensure_pool()
+        objects = self._members.objects
         number = objects.add(fn, "edit function")
         try:
             plan = self._plan(selected, limit, _EDITS_A_WORKER, in_order=True)
             work = Modify(number, timeout, poll_interval)
             return self._run("modify", work, plan, (number,), selected)
         finally:
-            pool.forget(number)
             objects.forget(number)
 
     def _check_with_engines(
@@ -153,7 +154,8 @@ class Runner:
         selected: list[str],
     ) -> PhaseResult:
         results: dict[str, PassResult] = {}
-        on_end = partial(self._on_end, phase, results)
+        doubts: list[str] = []
+        on_end = partial(self._on_end, phase, results, doubts)
         begin = started = time.perf_counter()
         if selected:
             try:
@@ -169,6 +171,7 @@ class Runner:
             self._ensure_pool().run(plan, work, objects, adopted, on_end, phase, timeout)
         duration = time.perf_counter() - started if selected else 0.0
         self.rounds += 1
+        _warn(doubts)
         return PhaseResult(
             phase,
             {key: results[key] for key in selected},
@@ -195,12 +198,14 @@ class Runner:
                     stacklevel=5,
                 )
 
-    def _on_end(self, phase: str, results: dict[str, PassResult], end: Done | Lost) -> None:
+    def _on_end(
+        self, phase: str, results: dict[str, PassResult], doubts: list[str], end: Done | Lost
+    ) -> None:
         stream_id = self._members.names[end.stream]
         stream = self._members[stream_id].stream
         if isinstance(end, Done):
             if end.warning:
-                warnings.warn(f"stream {stream_id}: {end.warning}", RuntimeWarning, stacklevel=2)
+                doubts.append(f"{stream_id}: {end.warning}")
             if end.change is not None:
                 stream.commit(end.change)
         result = result_of(end, stream_id, phase, stream.output_text())
@@ -225,3 +230,19 @@ class Runner:
             )
             self._finalizer = weakref.finalize(self, self._pool.close)
         return self._pool
+
+
+def _bounds(things: Iterable[object], name: str) -> list[int]:
+    """What those of ``things`` that have a bound of that name say; UsageError for nonsense."""
+    return [
+        check_count(bound, f"{name} of a {type(thing).__name__}")
+        for thing in things
+        if (bound := getattr(thing, name, None)) is not None
+    ]
+
+
+def _warn(doubts: list[str]) -> None:
+    """One warning for what passes that succeeded had to say."""
+    if doubts:
+        several = f"{len(doubts)} streams, the first " if len(doubts) > 1 else "stream "
+        warnings.warn(several + doubts[0], RuntimeWarning, stacklevel=6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import numbers
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lmcache_mp.arguments import plain
 from lmcache_mp.errors import KVError
 from lmcache_mp.passes.state import Scalar
 
@@ -99,7 +99,7 @@ def _check_info(info: Any, where: str) -> dict[str, Scalar] | None:
         return None
     if not isinstance(info, Mapping):
         raise KVError(f"{where} returned info of type {type(info).__name__}, not a dict")
-    return {_check_key(key, where): _plain(key, value, where) for key, value in info.items()}
+    return {_check_key(key, where): _scalar(key, value, where) for key, value in info.items()}
 
 
 def _check_key(key: Any, where: str) -> str:
@@ -108,19 +108,8 @@ def _check_key(key: Any, where: str) -> str:
     return str.__str__(key)
 
 
-def _plain(key: str, value: Any, where: str) -> Scalar:
-    """``value`` as a plain Python scalar (numpy and torch scalars have ``item()``).
-
-    A subclass, such as an enum's, may not be known in the process that it is sent to.
-    """
-    if getattr(value, "ndim", 0) == 0 and hasattr(value, "item"):
-        value = value.item()
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        return float(value)
+def _scalar(key: str, value: Any, where: str) -> Scalar:
+    scalar = plain(value)
+    if scalar is None or isinstance(scalar, bool | int | float | str):
+        return scalar
     raise KVError(f"{where} returned info[{key!r}] of type {type(value).__name__}, not a scalar")

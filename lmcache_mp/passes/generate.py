@@ -70,10 +70,11 @@ class _Arrivals:
             several = getattr(event, "token_ids", None)
             ids = (event.token_id,) if several is None else several
         if ids:
+            new = array("i", ids)
             self.times.append(elapsed)
-            self.counts.append(len(ids))
-            self.ids.extend(ids)
-            if min(ids) < 0:
+            self.counts.append(len(new))
+            self.ids += new
+            if min(new) < 0:
                 raise EngineError(
                     "the engine sent no token ids: start vLLM with --return-tokens-as-token-ids, "
                     "or use a version that knows return_token_ids"
@@ -160,7 +161,7 @@ def generate_pass(
         error = caught
     end = time.perf_counter()
     row = (
-        *label.row_head(error is not None, start, end, getattr(events, "retried", 0)),
+        *label.row_head(error is not None, start, end, _retried(events)),
         len(prompt),
         arrivals.cached,
         len(arrivals.ids),
@@ -182,7 +183,12 @@ def _take_all(events: Iterable[Any], arrivals: _Arrivals, start: float, guard: P
     """Take every event. An iterator that is left early is closed, to free what it holds."""
     try:
         for event in events:
-            arrivals.take(event, time.perf_counter() - start)
+            try:
+                arrivals.take(event, time.perf_counter() - start)
+            except (AttributeError, OverflowError, TypeError, ValueError) as error:
+                raise EngineError(
+                    f"the engine sent {event!r:.200}, which is no event: {error}"
+                ) from error
             if guard.stopped:
                 break
     finally:
@@ -191,6 +197,12 @@ def _take_all(events: Iterable[Any], arrivals: _Arrivals, start: float, guard: P
             close()
     if guard.stopped:  # also when cancel() just made the iterator end
         raise EngineError("the pass was cancelled")
+
+
+def _retried(events: object) -> int:
+    """How often an engine repeated its request, if its iterator says so."""
+    retried = getattr(events, "retried", 0)
+    return retried if isinstance(retried, int) and 0 <= retried < 1 << 31 else 0
 
 
 def _missing_kv(state: StreamState, contexts: Sequence[KVContext], prompt: Ids[int]) -> str:

@@ -33,7 +33,8 @@ class RemoteTraceback(Exception):
 
 def pack(error: BaseException) -> Failure:
     """``error`` as a message. Never raises."""
-    return Failure(type(error).__name__, _message(error), _traceback(error), _pickled(error))
+    name, message = str.__str__(type(error).__name__), str.__str__(_message(error))
+    return Failure(name, message, str.__str__(_traceback(error)), _pickled(error))
 
 
 def unpack(failure: Failure) -> BaseException:
@@ -57,6 +58,7 @@ def unpack(failure: Failure) -> BaseException:
 
 
 def _message(error: BaseException) -> str:
+    """Its text: plain ones by the caller, as ``str()`` gives back a subclass that it is given."""
     try:
         return str(error)
     except BaseException:  # a user's __str__ may raise anything

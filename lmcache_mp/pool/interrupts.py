@@ -1,4 +1,4 @@
-"""Ctrl-C at a place of our choosing, and not between two lines that belong together."""
+"""Signals at a place of our choosing, and not between two lines that belong together."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+
+_Handler = Callable[[int, FrameType | None], object]
 
 
 class Waker:
@@ -39,35 +41,50 @@ class Waker:
 
 
 @contextlib.contextmanager
-def held_interrupts(wake: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Hold SIGINT back inside; the function that is given lets one that has come through.
+def held_signals(wake: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Hold signals back inside; the function that is given lets those that have come through.
 
-    ``wake`` is called when one comes. One that was not let through is so at the end. A second one
-    does not wait, so nothing can be stuck for good. Python handles signals in the main thread:
-    in others, and where SIGINT has no Python handler, there is nothing to hold.
+    ``wake`` is called when one comes. What was not let through is so at the end. The second of a
+    kind does not wait, so nothing can be stuck for good. Python handles signals in the main thread:
+    in others, and for signals that have no Python handler, there is nothing to hold.
     """
-    in_main = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGINT) if in_main else None
-    if not callable(handler):
+    if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
-    usual: Callable[[int, FrameType | None], object] = handler
-    waiting: list[tuple[int, FrameType | None]] = []
+    usual = _handlers()
+    waiting: dict[int, FrameType | None] = {}
+    holding = True
 
-    def hold(signum: int, frame: FrameType | None) -> None:
-        if waiting:
-            usual(signum, frame)
-        else:
-            waiting.append((signum, frame))
+    def hold(number: int, frame: FrameType | None) -> None:
+        if holding and number not in waiting:
+            waiting[number] = frame
             wake()
+        else:
+            usual[number](number, frame)
 
     def let_through() -> None:
         if waiting:
-            usual(*waiting.pop())
+            number, frame = waiting.popitem()
+            try:
+                usual[number](number, frame)
+            finally:
+                let_through()
 
-    signal.signal(signal.SIGINT, hold)
     try:
+        for number in usual:
+            signal.signal(number, hold)
         yield let_through
     finally:
-        signal.signal(signal.SIGINT, usual)
-        let_through()
+        holding = False  # a handler that raises in what follows leaves none behind that holds
+        try:
+            for number, handler in usual.items():
+                if signal.getsignal(number) is hold:  # and not what a handler has set meanwhile
+                    signal.signal(number, handler)
+        finally:
+            let_through()
+
+
+def _handlers() -> dict[int, _Handler]:
+    """Python's handlers by signal number."""
+    handlers = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
+    return {number: handler for number, handler in handlers.items() if callable(handler)}

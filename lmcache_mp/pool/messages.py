@@ -35,6 +35,14 @@ class Unload:
 
 
 @dataclass(frozen=True, slots=True)
+class Enter:
+    """Work in ``folder``, and find modules on ``path``; without a folder stay where you are."""
+
+    folder: str | None
+    path: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Open:
     """Open these contexts and engines now, so that no phase has to wait for it."""
 
@@ -43,7 +51,11 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """A stream as its worker needs it; engine and contexts are numbers of user objects."""
+    """A stream as its worker needs it; engine and contexts are numbers of user objects.
+
+    ``sampling_params`` are its own, pickled: they may hold objects of the user's, and are loaded
+    where an error is the stream's alone.
+    """
 
     stream: int
     stream_id: str
@@ -52,7 +64,7 @@ class Adopted:
     state: StreamState
     engine: int
     contexts: tuple[int, ...]
-    sampling_params: Mapping[str, Any] | None = None
+    sampling_params: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +76,12 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """One generate pass for each stream; ``forced`` is laid over the stream's own parameters."""
+    """One generate pass for each stream; ``forced`` is laid over the stream's own parameters.
 
-    sampling_params: Mapping[str, Any]
+    ``sampling_params`` are pickled: see Adopted.
+    """
+
+    sampling_params: bytes
     forced: Mapping[str, Any]
     warn_unused_kv: bool = False
 
@@ -114,7 +129,7 @@ class Close:
     """Close what is open and end."""
 
 
-Command = Load | Unload | Open | Adopt | Run | Cancel | Ping | Close
+Command = Load | Unload | Enter | Open | Adopt | Run | Cancel | Ping | Close
 
 
 # --- results --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from lmcache_mp.pool.messages import Logged, Printed
 
@@ -40,6 +40,32 @@ def current_stream() -> int | None:
     return stream
 
 
+class _UnfinishedLine:
+    """What was written since the last newline. A carriage return begins the line anew."""
+
+    __slots__ = ("_parts", "_rewound")
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._rewound = False
+
+    def add(self, text: str) -> None:
+        """Text without a newline; what a later text covers on a terminal is dropped at once."""
+        shown = text.rstrip("\r")
+        if shown:
+            if self._rewound or "\r" in shown:
+                self._parts.clear()
+            self._parts.append(shown.rpartition("\r")[2])
+        self._rewound = (self._rewound and not shown) or len(shown) < len(text)
+
+    def take(self) -> str:
+        """The line; from here on it is empty."""
+        line = "".join(self._parts)
+        self._parts.clear()
+        self._rewound = False
+        return line
+
+
 class _Lines(io.TextIOBase):
     """A text stream whose whole lines are sent; each thread has its own unfinished line."""
 
@@ -58,11 +84,12 @@ class _Lines(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Send the lines that ``text`` completes."""
-        pending: dict[str, str] = _pending()
-        *lines, rest = (pending.get(self._name, "") + str(text)).split("\n")
-        pending[self._name] = rest
-        for line in lines:
-            self._send(Printed(self._name, current_stream(), line))
+        first, *others = str(text).split("\n")
+        line = self._unfinished()
+        line.add(first)
+        for other in others:
+            self._send(Printed(self._name, current_stream(), line.take()))
+            line.add(other)
         return len(text)
 
     @property
@@ -76,8 +103,14 @@ class _Lines(io.TextIOBase):
 
     def flush_line(self) -> None:
         """Send an unfinished line as it is."""
-        if _pending().get(self._name):
-            self.write("\n")
+        line = self._unfinished().take()
+        if line:
+            self._send(Printed(self._name, current_stream(), line))
+
+    def _unfinished(self) -> _UnfinishedLine:
+        """This thread's."""
+        lines: dict[str, _UnfinishedLine] = _current.__dict__.setdefault("lines", {})
+        return lines.setdefault(self._name, _UnfinishedLine())
 
 
 class _Bytes(io.RawIOBase):
@@ -95,13 +128,6 @@ class _Bytes(io.RawIOBase):
         content = bytes(data)
         self._lines.write(content.decode("utf-8", "backslashreplace"))
         return len(content)
-
-
-def _pending() -> dict[str, str]:
-    if not hasattr(_current, "pending"):
-        _current.pending = {}
-    pending: dict[str, str] = _current.pending
-    return pending
 
 
 def _flush_thread() -> None:
@@ -153,8 +179,17 @@ def redirect(send: Callable[[Printed | Logged], None], log_level: int) -> None:
     root.setLevel(log_level)
 
 
+def restore() -> None:
+    """Write past the parent from now on: to this process' own standard error."""
+    sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - for good
+    logging.getLogger().handlers[:] = [logging.StreamHandler()]
+
+
 def show(output: Printed | Logged, labels: Sequence[str]) -> None:
-    """In the parent: pass on what a worker printed or logged; ``labels`` are those of streams."""
+    """In the parent: pass on what a worker printed or logged; ``labels`` are those of streams.
+
+    Nothing that is wrong with the streams and handlers there comes out of here.
+    """
     label = None if output.stream is None else labels[output.stream]
     if isinstance(output, Printed):
         _show_printed(output, label)
@@ -163,18 +198,28 @@ def show(output: Printed | Logged, labels: Sequence[str]) -> None:
 
 
 def _show_printed(printed: Printed, label: str | None) -> None:
-    """Write a line to the stream of that name as it is now."""
+    """Write a line to the stream of that name as it is now, or else to standard error."""
     target = sys.stdout if printed.name == "stdout" else sys.stderr
+    text = f"[{label}] {printed.line}\n" if label else f"{printed.line}\n"
+    try:
+        _write(text, target)
+    except (ValueError, OSError):
+        pass  # closed by now: there is nobody to tell
+    except Exception as error:  # a stream of the user's may raise anything
+        with contextlib.suppress(Exception):
+            kind = type(error).__name__
+            _write(f"(a worker's line, as sys.{printed.name} raises {kind}) {text}", sys.__stderr__)
+
+
+def _write(text: str, target: TextIO | None) -> None:
     if target is None:  # a program without a console
         return
-    text = f"[{label}] {printed.line}\n" if label else f"{printed.line}\n"
-    with contextlib.suppress(ValueError, OSError):  # closed by now: there is nobody to tell
-        try:
-            target.write(text)
-        except UnicodeEncodeError:
-            encoding = target.encoding or "ascii"
-            target.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        target.flush()
+    try:
+        target.write(text)
+    except UnicodeEncodeError:
+        encoding = target.encoding or "ascii"
+        target.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    target.flush()
 
 
 def _show_logged(logged: Logged, label: str | None) -> None:
@@ -183,5 +228,8 @@ def _show_logged(logged: Logged, label: str | None) -> None:
     if label:
         record.msg = f"[{label}] {record.msg}"
     logger = logging.getLogger(record.name)
-    if logger.isEnabledFor(record.levelno):
-        logger.handle(record)
+    try:
+        if logger.isEnabledFor(record.levelno):
+            logger.handle(record)
+    except Exception:  # a handler or filter of the user's: logging has a way to say so
+        logging.Handler().handleError(record)

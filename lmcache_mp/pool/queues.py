@@ -98,6 +98,7 @@ class WorkerEnd:
     """Receives commands in one thread and sends results from any."""
 
     def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)  # whatever the program made the default of its sockets
         self._socket = sock
         self._lock = threading.Lock()
 
@@ -111,6 +112,10 @@ class WorkerEnd:
         """Wait for one frame. EOFError when the parent is gone."""
         (size,) = _HEADER.unpack(self._exactly(_HEADER.size))
         return bytes(self._exactly(size))
+
+    def close(self) -> None:
+        """Close the socket in this process: others that share it keep it open."""
+        self._socket.close()
 
     def _exactly(self, size: int) -> bytearray:
         data = bytearray(size)

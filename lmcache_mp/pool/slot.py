@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import signal
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lmcache_mp.errors import LMCacheMPError, StreamTimeout, WorkerDied
+from lmcache_mp.errors import LMCacheMPError, StreamTimeout, UsageError, WorkerDied
 from lmcache_mp.pool.launch import WorkerProcess, WorkerSettings
-from lmcache_mp.pool.messages import Command, Load, Open, dump
+from lmcache_mp.pool.messages import Close, Command, Enter, Load, Open, dump
 from lmcache_mp.pool.objects import UserObjects
 
 #: Seconds between a dying process closing its files and its exit being seen.
@@ -56,6 +58,34 @@ class Lost:
     error: PassError
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this process works and finds modules: its workers are to do so in the same place.
+
+    ``folder`` is None where the working directory was removed.
+    """
+
+    folder: str | None
+    path: tuple[str, ...]
+
+    @classmethod
+    def here(cls) -> Place:
+        """The place of this moment."""
+        try:
+            folder = os.getcwd()
+        except OSError:
+            folder = None
+        return cls(folder, tuple(entry for entry in sys.path if isinstance(entry, str)))
+
+    def check(self) -> None:
+        """UsageError where no process can be started."""
+        if self.folder is None:
+            raise UsageError(
+                "the working directory of this process was removed, and workers can't be started "
+                "without one: change to another (os.chdir)"
+            )
+
+
 class Slot:
     """One worker of the pool, over the processes that follow each other in it."""
 
@@ -68,20 +98,40 @@ class Slot:
         self.adopted: set[int] = set()
         self.loaded: set[int] = set()
         self._selector = selector
+        self._place: Place | None = None
         self._fault = ""
         self._writing = False
 
-    def launch(self, settings: WorkerSettings, objects: UserObjects, now: float) -> None:
-        """Start a process, which knows of nothing yet, and have it open what is to be opened."""
-        self.process = process = WorkerProcess(settings, self.index)
+    def launch(
+        self, settings: WorkerSettings, objects: UserObjects, place: Place, now: float
+    ) -> bool:
+        """Start a process, which knows of nothing yet, and have it open what is to be opened.
+
+        False if the system does not let it start: ``death`` says why.
+        """
+        try:
+            self.process = process = WorkerProcess(settings, self.index)
+        except OSError as error:
+            reason = f"{type(error).__name__}: {error}"
+            self.death = Death(text=f"worker {self.index} could not be started ({reason})")
+            return False
         self.launched_at = now
+        self._place = None
         self._fault = ""
         self._writing = False
         self.adopted.clear()
         self.loaded.clear()
         self._selector.register(process.queues, selectors.EVENT_READ, (self, "queue"))
         self._selector.register(process.exit_fd, selectors.EVENT_READ, (self, "exit"))
+        self.move(place)
         self.open(objects)
+        return True
+
+    def move(self, place: Place) -> None:
+        """Have the worker work in ``place``, if it does not yet."""
+        if self._place != place:
+            self._place = place
+            self.send(Enter(place.folder, place.path))
 
     def open(self, objects: UserObjects) -> None:
         """Have the worker open the contexts and engines that it has not opened yet."""
@@ -135,8 +185,12 @@ class Slot:
             self._fault = self._fault or fault
             self.process.kill()
 
-    def bury(self) -> Death:
-        """Take an ended process out of the slot; says how it died."""
+    def dismiss(self) -> None:
+        """Tell the worker to end."""
+        self.send(Close())
+
+    def bury(self) -> None:
+        """Take an ended process out of the slot; ``death`` says how it died."""
         process = self.process
         if process is None:
             raise LMCacheMPError(f"worker {self.index} has no process")
@@ -148,7 +202,7 @@ class Slot:
         self._selector.unregister(process.exit_fd)
         process.dispose()
         self.process, self.opened = None, False
-        return Death(process.pid, code, text, report)
+        self.death = Death(process.pid, code, text, report)
 
 
 def manner_of_death(code: int | None) -> str:

@@ -8,17 +8,21 @@ whatever the main thread does.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import queue
 import random
 import socket
+import sys
 import threading
+import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import cloudpickle
 import numpy as np
 
 from lmcache_mp import records
@@ -37,6 +41,7 @@ from lmcache_mp.pool.messages import (
     Close,
     Command,
     Done,
+    Enter,
     Generate,
     Load,
     Modify,
@@ -52,7 +57,7 @@ from lmcache_mp.pool.messages import (
     load_command,
 )
 from lmcache_mp.pool.objects import LoadedObjects
-from lmcache_mp.pool.output import labelled, redirect
+from lmcache_mp.pool.output import labelled, redirect, restore
 from lmcache_mp.pool.queues import WorkerEnd
 
 #: More threads than any machine runs streams: the pool must never be what limits concurrency.
@@ -82,6 +87,7 @@ class Worker:
     """Runs until it is told to close or its parent is gone."""
 
     def __init__(self, sock: socket.socket, index: int, log_level: int) -> None:
+        self._pid = os.getpid()
         self._log_level = log_level
         self._queues = WorkerEnd(sock)
         self._index = index
@@ -97,7 +103,9 @@ class Worker:
     def run(self) -> None:
         """The worker's life."""
         redirect(self._send, self._log_level)
-        self._send(Ready(os.getpid(), records.VERSION))
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._become_a_bystander)
+        self._send(Ready(self._pid, records.VERSION))
         threading.Thread(target=self._read, name="commands", daemon=True).start()
         while True:
             command = self._next_command()
@@ -115,19 +123,35 @@ class Worker:
             os._exit(0)
 
     def _read(self) -> None:
-        while True:
-            try:
-                command = load_command(self._queues.receive())
-            except (EOFError, OSError):
-                command = Close()
-            if isinstance(command, Ping):
-                self._send(Pong())
-                continue
-            if isinstance(command, Cancel):
-                self._stop_passes(command.generation)
-            self._inbox.put(command)
-            if isinstance(command, Close):
-                return
+        with self._fatal():
+            while True:
+                try:
+                    command = load_command(self._queues.receive())
+                except (EOFError, OSError):
+                    command = Close()
+                if isinstance(command, Ping):
+                    self._send(Pong())
+                    continue
+                if isinstance(command, Cancel):
+                    self._stop_passes(command.generation)
+                self._inbox.put(command)
+                if isinstance(command, Close):
+                    return
+
+    @contextlib.contextmanager
+    def _fatal(self) -> Iterator[None]:
+        """A thread that breaks off ends the worker: its parent is told, and nobody waits for it."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):
+                os.write(2, traceback.format_exc().encode())
+            os._exit(1)
+
+    def _become_a_bystander(self) -> None:
+        """In a process that a user's function forks: what is the worker's is none of its own."""
+        self._queues.close()
+        restore()
 
     def _next_command(self) -> Command | None:
         """The next command; None when there is none and an edit waits."""
@@ -148,6 +172,8 @@ class Worker:
             self._objects.keep(command.number, command.payload)
         elif isinstance(command, Unload):
             self._objects.forget(command.number)
+        elif isinstance(command, Enter):
+            _move(command)
         elif isinstance(command, Open):
             self._open(command.numbers)
         elif isinstance(command, Cancel):
@@ -183,7 +209,7 @@ class Worker:
             if isinstance(run.work, Modify):
                 self._edits.append(_Edit(run, run.work, owned))
             elif self._may_block(owned):
-                self._threads.submit(self._generate, run, run.work, owned)
+                self._threads.submit(self._generate_in_thread, run, run.work, owned)
             else:
                 self._generate(run, run.work, owned)
         if isinstance(run.work, Modify):
@@ -194,6 +220,10 @@ class Worker:
             return bool(getattr(self._objects.get(owned.spec.engine), "blocking", True))
         except BaseException:  # the pass itself will report that loading fails
             return False
+
+    def _generate_in_thread(self, run: Run, work: Generate, owned: _Owned) -> None:
+        with self._fatal():  # an executor would keep it to itself
+            self._generate(run, work, owned)
 
     def _generate(self, run: Run, work: Generate, owned: _Owned) -> None:
         guard = PassGuard()
@@ -220,9 +250,11 @@ class Worker:
         try:
             engine = self._objects.get(owned.spec.engine)
             contexts = [self._objects.get(number) for number in owned.spec.contexts]
+            own = owned.spec.sampling_params
+            params = cloudpickle.loads(work.sampling_params)
+            params |= {**(cloudpickle.loads(own) if own else {}), **work.forced}
         except BaseException as error:  # loading a user's object may raise anything
-            return Outcome(label.failed_row(records.GENERATE, os.getpid()), None, error)
-        params = {**work.sampling_params, **(owned.spec.sampling_params or {}), **work.forced}
+            return Outcome(label.failed_row(records.GENERATE, self._pid), None, error)
         return generate_pass(
             owned.state,
             engine,
@@ -249,7 +281,7 @@ class Worker:
             fn = self._objects.get(edit.work.fn)
             contexts = [self._objects.get(number) for number in owned.spec.contexts]
         except BaseException as error:  # loading a user's object may raise anything
-            return Outcome(label.failed_row(records.MODIFY, os.getpid()), None, error)
+            return Outcome(label.failed_row(records.MODIFY, self._pid), None, error)
         return edit_pass(
             owned.state,
             fn,
@@ -280,24 +312,17 @@ class Worker:
 
     def _finish(self, run: Run, owned: _Owned, outcome: Outcome) -> None:
         change = outcome.change
+        try:
+            data = dump(_done(run, owned, outcome))
+        except Exception as error:  # a part of it is an object of the user's that does not pickle
+            change = None
+            data = dump(_done(run, owned, replace(outcome, change=None, error=error)))
         if isinstance(change, Generated):
             owned.state = owned.state.after_generate(change)
         elif isinstance(change, Edited):
             owned.replaced_salt = owned.state.kv_salt if owned.state.edits else None
             owned.state = owned.state.after_edit(change)
-        failure = None if outcome.error is None else pack(outcome.error)
-        self._send(
-            Done(
-                run.generation,
-                owned.spec.stream,
-                outcome.row,
-                outcome.times,
-                outcome.counts,
-                change,
-                failure,
-                outcome.warning,
-            )
-        )
+        self._send_bytes(data)
 
     def _release_replaced(self, owned: _Owned) -> None:
         """Give up KV that an edit replaced: a new command says that the parent knows the edit."""
@@ -333,8 +358,11 @@ class Worker:
             self._send(Cancelled(generation))
 
     def _send(self, result: Result) -> None:
+        self._send_bytes(dump(result))
+
+    def _send_bytes(self, data: bytes) -> None:
         try:
-            self._queues.send(dump(result))
+            self._queues.send(data)
         except OSError:  # the parent is gone, and with it whoever wanted the result
             os._exit(1)
 
@@ -345,6 +373,29 @@ def seed_random_streams(seed: int, index: int) -> None:
     first, second = (int(word) for word in sequence.generate_state(2))
     random.seed(first)
     np.random.seed(second)
+
+
+def _done(run: Run, owned: _Owned, outcome: Outcome) -> Done:
+    failure = None if outcome.error is None else pack(outcome.error)
+    return Done(
+        run.generation,
+        owned.spec.stream,
+        outcome.row,
+        outcome.times,
+        outcome.counts,
+        outcome.change,
+        failure,
+        outcome.warning,
+    )
+
+
+def _move(command: Enter) -> None:
+    """Work in the parent's folder, and find the modules that it finds."""
+    if command.folder is not None:
+        with contextlib.suppress(OSError):  # removed meanwhile
+            os.chdir(command.folder)
+    sys.path[:] = command.path
+    importlib.invalidate_caches()
 
 
 def _call_if_there(thing: Any, name: str) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_mp.pool.interrupts import Waker, held_interrupts
+from lmcache_mp.pool.interrupts import Waker, held_signals
 from tests.pool.programs import eventually, program
 
 
 def test_an_interrupt_waits_until_it_is_let_through() -> None:
     woken: list[int] = []
-    with held_interrupts(lambda: woken.append(1)) as let_through:
+    with held_signals(lambda: woken.append(1)) as let_through:
         let_through()
         signal.raise_signal(signal.SIGINT)
         assert woken == [1]
@@ -30,7 +30,7 @@ def test_an_interrupt_that_was_not_let_through_comes_at_the_end() -> None:
     done = []
 
     def work() -> None:
-        with held_interrupts(lambda: None):
+        with held_signals(lambda: None):
             signal.raise_signal(signal.SIGINT)
             done.append("the rest")
 
@@ -44,7 +44,7 @@ def test_a_second_interrupt_does_not_wait() -> None:
     done = []
 
     def work() -> None:
-        with held_interrupts(lambda: None):
+        with held_signals(lambda: None):
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
             done.append("the rest")
@@ -58,7 +58,7 @@ def test_the_users_own_handler_is_what_it_comes_through_to() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGINT, lambda signum, frame: heard.append(signum))
     try:
-        with held_interrupts(lambda: None) as let_through:
+        with held_signals(lambda: None) as let_through:
             signal.raise_signal(signal.SIGINT)
             assert heard == []
             let_through()
@@ -71,7 +71,7 @@ def test_the_users_own_handler_is_what_it_comes_through_to() -> None:
 def test_without_a_handler_there_is_nothing_to_hold(handler: signal.Handlers) -> None:
     before = signal.signal(signal.SIGINT, handler)
     try:
-        with held_interrupts(lambda: None) as let_through:
+        with held_signals(lambda: None) as let_through:
             assert signal.getsignal(signal.SIGINT) is handler
             let_through()
     finally:
@@ -82,7 +82,7 @@ def test_other_threads_hold_nothing() -> None:
     handlers: list[object] = []
 
     def look() -> None:
-        with held_interrupts(lambda: None) as let_through:
+        with held_signals(lambda: None) as let_through:
             let_through()
             handlers.append(signal.getsignal(signal.SIGINT))
 
