@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import pickle
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,10 @@ from hypothesis import strategies as st
 from lmcache_mp.arguments import (
     check_choice,
     check_count,
+    check_environment,
     check_sampling_params,
     check_seconds,
+    plain,
     select_ids,
 )
 from lmcache_mp.errors import LMCacheBatchedStreamError, StreamIdError, UsageError
@@ -103,3 +107,41 @@ def test_choices() -> None:
     for wrong in ("ignore", None, ["raise"]):
         with pytest.raises(UsageError, match="on_error must be one of 'raise', 'collect'"):
             check_choice(wrong, ("raise", "collect"), "on_error")
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Name(str):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (Level.HIGH, 3),
+        (Name("x"), "x"),
+        (np.float32(0.5), 0.5),
+        (np.bool_(True), True),
+        ({Name("a"): [np.int8(1), (Level.HIGH,)]}, {"a": [1, (3,)]}),
+        (None, None),
+        (True, True),
+    ],
+)
+def test_plain_values_have_no_class_of_their_own(value: Any, expected: Any) -> None:
+    result = plain(value)
+    assert result == expected
+    assert pickle.dumps(result) == pickle.dumps(expected)
+
+
+def test_what_has_no_plain_form_stays() -> None:
+    thing = object()
+    assert plain(thing) is thing
+    assert plain([thing]) == [thing]
+
+
+def test_an_environment_is_copied() -> None:
+    env = {"A": "x"}
+    assert check_environment(env) == env
+    assert check_environment(env) is not env

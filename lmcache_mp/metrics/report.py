@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401 - pandas needs it, and after the main thread it is late
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -139,8 +140,9 @@ class Metrics:
 
         LMCache's table comes first, then what this library adds; ``extras=False`` leaves that out.
         """
-        text = FORMATS[self._fmt](self._document(extras), self._width)
-        sys.stdout.write(f"{text}\n")
+        if sys.stdout is not None:  # a program without a console
+            text = FORMATS[self._fmt](self._document(extras), self._width)
+            sys.stdout.write(f"{text}\n")
         for handler in self._handlers:
             handler.emit(self.title, list(self._sections.values()))
 

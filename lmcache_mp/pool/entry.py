@@ -45,7 +45,8 @@ def worker_main(
     hold_lifeline(lifeline)
     faulthandler.enable(file=crash.fileno())
     raise_limit()
-    from lmcache_mp.pool.worker import Worker, seed_random_streams
+    from lmcache_mp.pool.process import seed_random_streams
+    from lmcache_mp.pool.worker import Worker
 
     seed_random_streams(inherited.seed, inherited.index)
     sock = socket.socket(fileno=os.dup(queues.fileno()))

@@ -53,7 +53,8 @@ def unpack(failure: Failure) -> BaseException:
             type_name=failure.type_name,
             remote_traceback=failure.traceback,
         )
-    error.__cause__ = RemoteTraceback(failure.traceback)
+    # Past the class' own __setattr__: an exception may be a frozen dataclass.
+    BaseException.__setattr__(error, "__cause__", RemoteTraceback(failure.traceback))
     return error
 
 

@@ -1,4 +1,4 @@
-"""How many files a process may have open, and how many it is going to need."""
+"""The files a process has open: the standard ones, and how many there may and will be."""
 
 from __future__ import annotations
 
@@ -21,6 +21,19 @@ _FILES_A_WORKER = 6
 
 #: What starting a worker takes for a moment, and the user's own code may open meanwhile.
 _SPARE_FILES = 32
+
+
+def fill_standard_files() -> None:
+    """Open what is closed of the files 0, 1 and 2, as a daemon's may be.
+
+    A pipe that took one of these numbers would be a child's standard input or output.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number is this one: those below are open by now.
+            os.open(os.devnull, os.O_RDWR)
 
 
 def raise_limit() -> None:

@@ -91,11 +91,11 @@ class Fleet:
     def grow(self, size: int) -> int:
         """Have at least ``size`` slots; returns how many are new."""
         before = len(self.slots)
-        self.slots += [Slot(index, self._selector) for index in range(before, size)]
-        missing = sum(slot.process is None for slot in self.slots)
+        missing = max(0, size - before) + sum(slot.process is None for slot in self.slots)
         if missing:
             make_room(missing)
             self._place.check()
+        self.slots += [Slot(index, self._selector) for index in range(before, size)]
         return len(self.slots) - before
 
     def launch(self, slot: Slot) -> bool:

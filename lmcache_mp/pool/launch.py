@@ -22,6 +22,7 @@ from multiprocess.connection import Connection
 
 from lmcache_mp.errors import UsageError
 from lmcache_mp.pool.entry import WorkerInheritance, worker_main
+from lmcache_mp.pool.files import fill_standard_files
 from lmcache_mp.pool.queues import ParentEnd
 
 START_METHODS = ("forkserver", "spawn")
@@ -110,12 +111,13 @@ class WorkerProcess:
                 "a daemonic process, such as one of a multiprocess.Pool, can't have workers: use "
                 "the batch in a process that is started with daemon=False"
             )
+        fill_standard_files()
         context = multiprocess.get_context(settings.start_method)
-        mine, theirs = socket.socketpair()
-        child_end = Connection(theirs.detach())
-        self._lifeline = Lifeline()
         self._crash_file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the worker
         crash = Connection(os.dup(self._crash_file.fileno()), readable=False)
+        mine, theirs = socket.socketpair()
+        child_end = Connection(theirs.detach())
+        self._lifeline = Lifeline()  # the last, as it does not close itself when one of them fails
         inherited = WorkerInheritance(
             index, settings.environment(), settings.seed, logging.getLogger().level
         )

@@ -8,22 +8,17 @@ whatever the main thread does.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import queue
-import random
 import socket
-import sys
 import threading
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import cloudpickle
-import numpy as np
 
 from lmcache_mp import records
 from lmcache_mp.kv.context import PinningContext
@@ -58,6 +53,7 @@ from lmcache_mp.pool.messages import (
 )
 from lmcache_mp.pool.objects import LoadedObjects
 from lmcache_mp.pool.output import labelled, redirect, restore
+from lmcache_mp.pool.process import enter, fatal_errors
 from lmcache_mp.pool.queues import WorkerEnd
 
 #: More threads than any machine runs streams: the pool must never be what limits concurrency.
@@ -123,7 +119,7 @@ class Worker:
             os._exit(0)
 
     def _read(self) -> None:
-        with self._fatal():
+        with fatal_errors():
             while True:
                 try:
                     command = load_command(self._queues.receive())
@@ -137,16 +133,6 @@ class Worker:
                 self._inbox.put(command)
                 if isinstance(command, Close):
                     return
-
-    @contextlib.contextmanager
-    def _fatal(self) -> Iterator[None]:
-        """A thread that breaks off ends the worker: its parent is told, and nobody waits for it."""
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(Exception):
-                os.write(2, traceback.format_exc().encode())
-            os._exit(1)
 
     def _become_a_bystander(self) -> None:
         """In a process that a user's function forks: what is the worker's is none of its own."""
@@ -173,7 +159,7 @@ class Worker:
         elif isinstance(command, Unload):
             self._objects.forget(command.number)
         elif isinstance(command, Enter):
-            _move(command)
+            enter(command.folder, command.path)
         elif isinstance(command, Open):
             self._open(command.numbers)
         elif isinstance(command, Cancel):
@@ -222,7 +208,7 @@ class Worker:
             return False
 
     def _generate_in_thread(self, run: Run, work: Generate, owned: _Owned) -> None:
-        with self._fatal():  # an executor would keep it to itself
+        with fatal_errors():  # an executor would keep it to itself
             self._generate(run, work, owned)
 
     def _generate(self, run: Run, work: Generate, owned: _Owned) -> None:
@@ -367,14 +353,6 @@ class Worker:
             os._exit(1)
 
 
-def seed_random_streams(seed: int, index: int) -> None:
-    """Give the worker global random streams of its own: forked workers would all have the same."""
-    sequence = np.random.SeedSequence([seed, index])
-    first, second = (int(word) for word in sequence.generate_state(2))
-    random.seed(first)
-    np.random.seed(second)
-
-
 def _done(run: Run, owned: _Owned, outcome: Outcome) -> Done:
     failure = None if outcome.error is None else pack(outcome.error)
     return Done(
@@ -387,15 +365,6 @@ def _done(run: Run, owned: _Owned, outcome: Outcome) -> Done:
         failure,
         outcome.warning,
     )
-
-
-def _move(command: Enter) -> None:
-    """Work in the parent's folder, and find the modules that it finds."""
-    if command.folder is not None:
-        with contextlib.suppress(OSError):  # removed meanwhile
-            os.chdir(command.folder)
-    sys.path[:] = command.path
-    importlib.invalidate_caches()
 
 
 def _call_if_there(thing: Any, name: str) -> None:

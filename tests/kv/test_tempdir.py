@@ -81,6 +81,15 @@ def forked(child_does):
     return end
 
 
+def test_a_directory_of_the_users_that_looks_alike_is_left_alone(temporary):
+    mine = temporary / "lmcache_mp-results"
+    mine.mkdir()
+    (mine / "lock").touch()
+    (mine / "rows.jsonl").touch()
+    sweep()
+    assert (mine / "rows.jsonl").exists()
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_does_not_remove_its_parents_directory(temporary):
     maker = Hold.make()

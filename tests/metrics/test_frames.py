@@ -161,6 +161,14 @@ def test_an_info_never_overwrites_a_column():
     assert frame["info_status"].tolist() == ["fine"]
 
 
+def test_infos_whose_names_would_meet_are_kept_apart():
+    info = {"status": "fine", "info_status": "finer"}
+    frame = frame_of(modify_phase(Edit(info=info), Edit(info=dict(reversed(info.items())))))
+    mine = [name for name in frame.columns if "fine" in str(frame[name].iloc[0])]
+    assert len(mine) == 2 and len(set(frame.columns)) == len(frame.columns)
+    assert set(frame[mine].iloc[0]) == set(frame[mine].iloc[1]) == {"fine", "finer"}
+
+
 def test_units():
     units = frame_of(generate_phase(THREE)).attrs["units"]
     assert units["ttft"] == "s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import subprocess
@@ -176,6 +177,37 @@ def test_a_remote_error_stands_for_what_can_not_be_rebuilt(
     assert arrived.remote_traceback == failure.traceback
     assert str(arrived) == f"{name}: {message}"
     assert failure.traceback in str(arrived.__cause__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+    def __reduce__(self) -> Any:  # the usual one sets attributes
+        return Frozen, (self.code,)
+
+
+def test_a_frozen_dataclass_is_an_exception_like_any_other() -> None:
+    _, error = sent(Frozen(3))
+    assert isinstance(error, Frozen) and error.code == 3
+    assert "Frozen" in str(error.__cause__)
+
+
+class Text(str):
+    """A string whose class no other process need know."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("stays here")
+
+    def __str__(self) -> str:
+        return self
+
+
+def test_names_and_messages_of_odd_string_classes() -> None:
+    odd = type(Text("Odd"), (Exception,), {"__str__": lambda self: Text("its message")})
+    failure, error = sent(odd())
+    assert (failure.type_name, failure.message) == ("Odd", "its message")
+    assert isinstance(error, RemoteError)
 
 
 def test_even_a_traceback_that_can_not_be_formatted() -> None:
