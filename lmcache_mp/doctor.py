@@ -21,9 +21,9 @@ from lmcache_mp.engines.http_stream import Endpoint
 from lmcache_mp.errors import EngineError, KVError, MissingExtraError, UsageError
 from lmcache_mp.kv.lmcache_server import (
     QUERY_SUFFIX,
+    Failed,
     Registration,
     ServerFacts,
-    get_json,
     server_facts,
 )
 from lmcache_mp.pool.cores import usable_cores
@@ -31,7 +31,6 @@ from lmcache_mp.probes import (
     KEY_ENV,
     TIMEOUT,
     Address,
-    Failed,
     check_message_url,
     get,
     greeting,
@@ -234,7 +233,10 @@ def _reach_server(address: Address) -> tuple[Finding, ServerFacts | None]:
 
 
 def _server(facts: ServerFacts, base: str, targets: Targets) -> Iterator[Finding]:
-    yield from _transfer_mode(base)
+    if facts.drives_transfers:
+        text = "the server only drives transfers itself (lmcache_driven)"
+        advice = "start `lmcache server` with --supported-transfer-mode auto"
+        yield Finding("lmcache", "transfers", "fails", text, advice)
     yield from _chunks(facts, targets.model)
     yield _transport(facts)
     used, total = facts.used_bytes / _GIB, facts.total_bytes / _GIB
@@ -244,17 +246,6 @@ def _server(facts: ServerFacts, base: str, targets: Targets) -> Iterator[Finding
         advice = f"start vLLM with --kv-transfer-config {_connector(targets.lmcache)}"
         yield Finding("lmcache", "models", "fails", text, advice)
     yield _queries(facts, targets.model)
-
-
-def _transfer_mode(base: str) -> Iterator[Finding]:
-    try:
-        mode = get_json(f"{base}/config", TIMEOUT)["mp"].get("supported_transfer_mode")
-    except Failed:
-        return  # it answered a moment ago
-    if mode == "lmcache_driven":
-        text = "the server only drives transfers itself (lmcache_driven)"
-        advice = "start `lmcache server` with --supported-transfer-mode auto"
-        yield Finding("lmcache", "transfers", "fails", text, advice)
 
 
 def _chunks(facts: ServerFacts, model: str | None) -> Iterator[Finding]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import re
 import socket
@@ -15,21 +14,17 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from lmcache_mp.errors import UsageError
-from lmcache_mp.kv.lmcache_server import get_json
+from lmcache_mp.kv import lmcache_server
+from lmcache_mp.kv.lmcache_server import Failed, get_json
 
 #: The environment variable whose key is sent to an engine, as openai_engine sends it.
 KEY_ENV = "OPENAI_API_KEY"
 #: Seconds that a question may take.
 TIMEOUT = 5.0
-#: What a GET fails with: the latter two where a port speaks something else than HTTP and JSON.
-Failed = (OSError, ValueError, http.client.HTTPException)
 
 _POLL = 0.5
 #: Of a server that is starting, or of a proxy before one.
 _STARTING = (502, 503, 504)
-
-# The engine is asked as openai_engine asks it: without the proxy that the environment may name.
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +35,7 @@ class Address:
     url: str
 
     def ask(self, timeout: float = TIMEOUT) -> None:
-        """Return if it answers that it is up; raises one of :data:`Failed`."""
+        """Return if it answers that it is up; raises one of ``Failed``."""
         if self.kind == "engine":
             get(f"{self.url}/health", timeout)
         elif self.kind == "http":
@@ -50,13 +45,11 @@ class Address:
 
 
 def get(url: str, timeout: float = TIMEOUT) -> bytes:
-    """What an engine answers to a GET, with the key of the environment. One of :data:`Failed`."""
+    """What an engine answers to a GET, with the key of the environment. One of ``Failed``."""
     request = urllib.request.Request(url)
     if key := os.environ.get(KEY_ENV):
         request.add_unredirected_header("Authorization", f"Bearer {key}")
-    with _direct.open(request, timeout=timeout) as response:
-        answer: bytes = response.read()
-        return answer
+    return lmcache_server.get(request, timeout)
 
 
 def greeting(url: str, timeout: float = TIMEOUT) -> bytes:

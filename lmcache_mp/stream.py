@@ -6,6 +6,7 @@ In a batch the same object is a handle: a worker runs the passes, and the handle
 from __future__ import annotations
 
 import uuid
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -243,6 +244,8 @@ class LMCacheStream:
             suffix_tokens=suffix,
         )
         self.commit(_change_of(outcome))
+        if outcome.warning:
+            warnings.warn(f"stream {self._id}: {outcome.warning}", RuntimeWarning, stacklevel=2)
         return StreamPerfMetrics.from_outcome(outcome.row, outcome.times)
 
     def retrieve_kv(self, timeout: float = 30.0, poll_interval: float = 0.2) -> Any:

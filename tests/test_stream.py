@@ -331,6 +331,14 @@ def test_a_generate_whose_edited_kv_is_gone(
     assert stream.state == before and len(engine.prompts) == 1
 
 
+def test_an_engine_that_counts_otherwise_is_doubted_aloud(context: MemoryKV) -> None:
+    engine = Script(TokensEvent((5, 6), "ab", "stop", reported_tokens=3))
+    stream = create_request(context, engine, PROMPT)
+    with pytest.warns(RuntimeWarning, match="3"):
+        stream.generate({"max_tokens": 4})
+    assert stream.output_tokens() == [5, 6]
+
+
 def test_update_kv(stream: LMCacheStream, engine: StoringEngine) -> None:
     stream.generate({"max_tokens": 1})
     stream.update_kv(kv_of([20, 21, 22, 23, 24]), [30, 31, 32, 33, 34])

@@ -9,11 +9,13 @@ and shows its socket, which a pass must reach to set its timeouts and to be canc
 from __future__ import annotations
 
 import contextlib
+import email.utils
 import http.client
 import re
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -202,3 +204,18 @@ class Exchange:
             if self._socket is not None:
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def seconds_of(retry_after: str | None) -> float | None:
+    """Seconds in a Retry-After header: a number, or a date (RFC 9110, 10.2.3)."""
+    if retry_after is None:
+        return None
+    try:
+        return max(0.0, float(retry_after))
+    except ValueError:
+        pass
+    try:
+        then = email.utils.parsedate_to_datetime(retry_after)
+    except ValueError:
+        return None
+    return max(0.0, then.timestamp() - time.time())

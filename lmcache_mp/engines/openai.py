@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import email.utils
 import http.client
 import os
 import random
@@ -28,6 +27,7 @@ from lmcache_mp.engines.http_stream import (
     Endpoint,
     Exchange,
     PassingFailure,
+    seconds_of,
 )
 from lmcache_mp.engines.sse import EventParser
 from lmcache_mp.errors import EngineError, UsageError
@@ -40,6 +40,8 @@ _BUSY = (429, 503)
 _FIRST_PAUSE, _LONGEST_PAUSE, _LONGEST_ASKED = 0.5, 30.0, 300.0
 #: The most seconds that a socket takes as its timeout, about: 24 days.
 _LONGEST_TIMEOUT = 24 * 86400.0
+#: Seconds: 0 would make a socket not wait at all.
+_SHORTEST_TIMEOUT = 0.001
 #: Seconds that a body may take to end after [DONE]; past it the connection is not kept.
 _LAST_BYTES = 1.0
 
@@ -190,6 +192,8 @@ class CompletionStream:
         self._cancelled = threading.Event()
         self._tokens = 0
         self._arrived = False  # whether an event has
+        self._heard_at = 0.0  # when the request was sent, or the last token came
+        self._silence_limit: float | None = None  # what the socket has as its timeout
         self._events = self._run()
 
     def __iter__(self) -> CompletionStream:
@@ -224,9 +228,9 @@ class CompletionStream:
                     tries = f" ({self.retried + 1} attempts in {spent:.1f} s)"
                     raise EngineError(f"{failure}{tries if self.retried else ''}") from failure
                 self._pause(failure.wait)
+                self.retried += 1
             finally:
                 self._exchange.close()
-            self.retried += 1
             self._exchange = Exchange(self._engine.connections)
             if self._cancelled.is_set():
                 self._exchange.cancel()
@@ -234,12 +238,14 @@ class CompletionStream:
     def _attempt(self, with_logprobs: bool) -> Iterator[TokenEvent | TokensEvent]:
         """Send the request once. Raises EngineError, or _PassingError where nothing came back."""
         exchange, finish = self._exchange, None
+        self._heard_at = time.monotonic()
+        self._silence_limit = self._engine.settings.first_token_timeout
         try:
             response = self._send(with_logprobs)
             if response.status != 200:
                 self._refused(response)
             for payload in self._payloads():
-                event = parse_chunk(payload)
+                event = self._parse(payload)
                 if event is not None:
                     self._count(event)
                     self._arrived = True
@@ -256,6 +262,7 @@ class CompletionStream:
         exchange, parser = self._exchange, EventParser()
         body = exchange.read()
         for data in body:
+            tokens = self._tokens
             for payload in parser.feed(data):
                 if payload == b"[DONE]":
                     exchange.set_timeout(_LAST_BYTES)
@@ -264,7 +271,36 @@ class CompletionStream:
                             pass
                     return
                 yield payload
+            self._heed_silence(self._tokens > tokens)
         raise self._ended_without("[DONE]")
+
+    def _masked(self, message: str) -> str:
+        """Without the key, which a server may send back."""
+        key = self._engine.api_key()
+        return message if key is None else message.replace(key, "***")
+
+    def _parse(self, payload: bytes) -> TokenEvent | TokensEvent | None:
+        try:
+            return parse_chunk(payload)
+        except NoTokenIds:
+            raise
+        except EngineError as error:
+            key = self._engine.api_key()
+            if key is not None and key.encode() in payload:
+                return parse_chunk(payload.replace(key.encode(), b"***"))
+            raise EngineError(self._masked(str(error))) from None
+
+    def _heed_silence(self, progress: bool) -> None:
+        """What comes without a token (a proxy's pings) does not prolong the wait for one."""
+        settings, now = self._engine.settings, time.monotonic()
+        limit = settings.idle_timeout if self._tokens else settings.first_token_timeout
+        if progress:
+            self._heard_at = now
+        elif limit is not None:
+            limit = max(limit - (now - self._heard_at), _SHORTEST_TIMEOUT)
+        if limit != self._silence_limit:
+            self._silence_limit = limit
+            self._exchange.set_timeout(limit)
 
     def _count(self, event: TokenEvent | TokensEvent) -> None:
         if isinstance(event, TokenEvent):
@@ -273,8 +309,6 @@ class CompletionStream:
             count = len(event.token_ids)
             if event.reported_tokens and not self._tokens + count:
                 raise NoTokenIds  # they had no text either
-        if count and not self._tokens:
-            self._exchange.set_timeout(self._engine.settings.idle_timeout)
         self._tokens += count
 
     def _ended_without(self, what: str) -> EngineError:
@@ -303,10 +337,9 @@ class CompletionStream:
             body = body.replace(key.encode(), b"***")
         said = error_message(body)
         message = f"{settings.endpoint} answered {response.status} {response.reason}: {said}"
-        if key is not None:
-            message = message.replace(key, "***")
+        message = self._masked(message)
         if response.status in _BUSY:
-            raise _PassingError(message, _seconds_of(response.getheader("Retry-After")))
+            raise _PassingError(message, seconds_of(response.getheader("Retry-After")))
         if response.status == 401:
             state = "is not right" if key is not None else "is not set"
             message += f" (the environment variable {settings.api_key_env} {state})"
@@ -321,7 +354,7 @@ class CompletionStream:
         silent = isinstance(error, TimeoutError) and error.errno is None
         if tokens and silent:
             raise EngineError(
-                f"{settings.endpoint} fell silent after {tokens} tokens: nothing came for "
+                f"{settings.endpoint} fell silent after {tokens} tokens: none came for "
                 f"{settings.idle_timeout:g} s (idle_timeout)"
             ) from error
         if silent and self._exchange.connected:
@@ -351,18 +384,3 @@ class CompletionStream:
 
 def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _seconds_of(retry_after: str | None) -> float | None:
-    """Seconds in a Retry-After header: a number, or a date (RFC 9110, 10.2.3)."""
-    if retry_after is None:
-        return None
-    try:
-        return max(0.0, float(retry_after))
-    except ValueError:
-        pass
-    try:
-        then = email.utils.parsedate_to_datetime(retry_after)
-    except ValueError:
-        return None
-    return max(0.0, then.timestamp() - time.time())

@@ -218,6 +218,11 @@ class LMCacheContext:
 
 def _registration(facts: ServerFacts, recipe: _Recipe) -> Registration:
     """The model's registration; KVError says which there are, and what does not fit."""
+    if facts.drives_transfers:
+        raise KVError(
+            f"the server at {recipe.http_url} drives all transfers itself: start `lmcache server` "
+            "with --supported-transfer-mode auto"
+        )
     found = facts.registration(recipe.server_name)
     if found is None:
         raise KVError(_not_registered(facts, recipe))

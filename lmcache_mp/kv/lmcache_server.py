@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -54,7 +55,10 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """``shm_segment`` is the name of the shared memory in /dev/shm, empty without one."""
+    """``shm_segment`` is the name of the shared memory in /dev/shm, empty without one.
+
+    ``drives_transfers`` says that the server leaves none to its clients, which ours are.
+    """
 
     chunk_size: int
     shm_segment: str
@@ -62,6 +66,7 @@ class ServerFacts:
     used_bytes: int
     total_bytes: int
     registrations: tuple[Registration, ...]
+    drives_transfers: bool
 
     @property
     def models(self) -> list[str]:
@@ -75,10 +80,23 @@ class ServerFacts:
         return min(found, key=lambda it: it.layout is None, default=None)
 
 
+#: What a question fails with: the latter two where a port speaks something else than HTTP and JSON.
+Failed = (OSError, ValueError, http.client.HTTPException)
+
+# Without the proxy that the environment may name: servers of a batch are in its own network.
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def get(request: str | urllib.request.Request, timeout: float) -> bytes:
+    """What a server answers to a GET; one of :data:`Failed`, also for a status that is not 200."""
+    with _direct.open(request, timeout=timeout) as response:
+        answer: bytes = response.read()
+        return answer
+
+
 def get_json(url: str, timeout: float) -> Any:  # whatever JSON a server sends
-    """The JSON behind a URL. OSError (also for a status that is not 200) or ValueError."""
-    with urllib.request.urlopen(url, timeout=timeout) as response:
-        return json.loads(response.read())
+    """The JSON behind a URL, or one of :data:`Failed`."""
+    return json.loads(get(url, timeout))
 
 
 def server_facts(http_url: str, timeout: float = 10.0) -> ServerFacts:
@@ -87,7 +105,7 @@ def server_facts(http_url: str, timeout: float = 10.0) -> ServerFacts:
     try:
         config = get_json(f"{base}/config", timeout)
         status = get_json(f"{base}/status", timeout)
-    except (OSError, ValueError) as error:
+    except Failed as error:
         reason = getattr(error, "reason", error)
         raise KVError(
             f"no LMCache server answers at {base}: {reason} (http_url is the address given to "
@@ -118,6 +136,7 @@ def _facts(config: Mapping[str, Any], status: Mapping[str, Any]) -> ServerFacts:
         used_bytes=int(memory.get("memory_used_bytes", 0)),
         total_bytes=int(memory.get("memory_total_bytes", 0)),
         registrations=tuple(it for it in registrations if not it.model_name.endswith(OWN_SUFFIX)),
+        drives_transfers=server.get("supported_transfer_mode") == "lmcache_driven",
     )
 
 

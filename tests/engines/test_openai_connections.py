@@ -26,6 +26,7 @@ from tests.engines.scripted_server import (
     DONE,
     LIMIT,
     Answer,
+    Exchange,
     ScriptedServer,
     data,
     event,
@@ -296,6 +297,19 @@ def test_an_error_event_takes_no_retry(make_engine: MakeEngine) -> None:
         assert len(server.requests) == 1
 
 
+def test_a_key_that_comes_back_in_an_error_event_is_masked(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    error = data({"error": {"message": "not for sk-secret"}})
+    garbage = b"data: {" + b"x" * 295 + b"sk-secret\n\n"
+    with ScriptedServer([Answer([error]), Answer([garbage])]) as server:
+        said = error_of(begin(make_engine(server)))
+        assert "not for ***" in said
+        said = error_of(begin(make_engine(server)))
+        assert "no event" in said and "sk-" not in said
+
+
 # --- time limits ----------------------------------------------------------------------------------
 
 
@@ -303,7 +317,7 @@ def test_an_error_event_takes_no_retry(make_engine: MakeEngine) -> None:
 def test_silence_after_a_token(make_engine: MakeEngine, framing: str) -> None:
     with ScriptedServer([Answer([event([5], "a")], framing=framing, end="open")]) as server:
         said = error_of(begin(make_engine(server, idle_timeout=0.2)))
-        assert "fell silent after 1 tokens: nothing came for 0.2 s (idle_timeout)" in said
+        assert "fell silent after 1 tokens: none came for 0.2 s (idle_timeout)" in said
         server.wait_until(lambda: server.gone == 1)
         assert len(server.requests) == 1
 
@@ -315,6 +329,37 @@ def test_silence_before_the_first_token(make_engine: MakeEngine, status: str) ->
         assert "sent no token for 0.2 s (first_token_timeout)" in said
         server.wait_until(lambda: server.gone == 1)
         assert len(server.requests) == 1
+
+
+def _ping(exchange: Exchange) -> None:
+    """As a proxy does that keeps a connection alive, until the client is gone."""
+    while True:
+        exchange.send(b": still there\n\n")
+        time.sleep(0.02)
+
+
+def test_pings_are_silence_too(make_engine: MakeEngine) -> None:
+    first = Answer([_ping], framing="close")
+    later = Answer([event([5], "a"), _ping], framing="close")
+    with ScriptedServer([first, later]) as server:
+        engine = make_engine(server, first_token_timeout=0.3, idle_timeout=0.4)
+        assert "sent no token for 0.3 s" in error_of(begin(engine))
+        assert "fell silent after 1 tokens: none came for 0.4 s" in error_of(begin(engine))
+
+
+def test_a_token_after_pings_has_the_whole_limit_again(make_engine: MakeEngine) -> None:
+    def pings(exchange: Exchange) -> None:
+        begun = time.monotonic()
+        while time.monotonic() - begun < 0.7:
+            exchange.send(b": still there\n\n")
+            time.sleep(0.02)
+
+    def silence(exchange: Exchange) -> None:
+        time.sleep(0.7)
+
+    body = [event([5], "a"), pings, event([6], "b"), silence, event([7], "c", "stop"), DONE]
+    with ScriptedServer([Answer(body, framing="close")]) as server:
+        assert ids_of(begin(make_engine(server, idle_timeout=1.2))) == [5, 6, 7]
 
 
 def test_the_limit_of_one_pass_is_not_that_of_the_next(make_engine: MakeEngine) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import pickle
 import socket
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -131,6 +132,33 @@ def test_a_model_that_does_not_fit_is_refused():
     assert "chunks of 256 tokens are no multiple of the engine's blocks of 48" in opening(
         status(blocks)
     )
+
+
+def test_a_server_that_leaves_no_transfer_to_its_clients_is_refused():
+    driving = {"mp": {**CONFIG["mp"], "supported_transfer_mode": "lmcache_driven"}}
+    said = opening(status(published("model")), driving)
+    assert "--supported-transfer-mode auto" in said
+
+
+def test_a_proxy_in_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with serving(config=CONFIG, status=status()) as url:
+        assert server_facts(url).chunk_size == 256
+
+
+def test_a_port_that_speaks_something_else_is_no_server():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def greet() -> None:
+            client, _ = listener.accept()
+            with client:
+                client.sendall(b"220 mail ready\r\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(KVError, match="no LMCache server answers"):
+            server_facts(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        thread.join()
 
 
 def test_a_server_without_queries():

@@ -124,6 +124,19 @@ def test_eight_streams_drop_every_other_chunk(stack: Stack, texts: Sequence[list
     assert edits["worker_pid"].nunique() == 2
 
 
+def test_the_doctor_finds_nothing_wrong(engine: Engine):
+    command = [
+        *(sys.executable, "-m", "lmcache_mp", "doctor", "--engine", engine.base_url),
+        *("--lmcache", engine.cache.url, "--lmcache-http", engine.cache.http_url),
+        *("--model", engine.model, "--wait", "10"),
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    print(run.stdout)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert SERVED_NAME in run.stdout and engine.model in run.stdout
+    assert "fails" not in run.stdout
+
+
 def test_an_unchanged_copy_decodes_to_the_same_tokens(
     stack: Stack, texts: Sequence[list[int]], plain: list[list[int]]
 ):
