@@ -7,7 +7,6 @@ import importlib.util
 import json
 import pickle
 import socket
-import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
