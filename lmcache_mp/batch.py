@@ -7,25 +7,27 @@ reports. No pipes and no pickles here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from lmcache_mp import __version__, rounds
 from lmcache_mp.arguments import (
     check_choice,
     check_count,
     check_environment,
-    check_sampling_params,
     check_seconds,
     select_ids,
 )
 from lmcache_mp.engines.engine import SamplingParams
-from lmcache_mp.errors import LMCacheBatchedStreamError, UsageError
+from lmcache_mp.errors import LMCacheBatchedStreamError
 from lmcache_mp.members import Members
 from lmcache_mp.metrics.formats import check_format, check_width
 from lmcache_mp.metrics.report import Metrics
+from lmcache_mp.metrics.run import Run
 from lmcache_mp.phases import PerfMetrics, PhaseResult, not_run
 from lmcache_mp.pool.failures import unpack
 from lmcache_mp.pool.launch import choose_start_method
+from lmcache_mp.rounds import Round, check_rounds
 from lmcache_mp.runner import Runner, RunnerSettings
 from lmcache_mp.stream import LMCacheStream, StreamPerfMetrics
 
@@ -80,6 +82,16 @@ class LMCacheBatchedStream:
             max_restarts=check_count(max_restarts, "max_restarts", least=0),
             warn_unused_kv=check_choice(on_unused_kv, ("raise", "warn"), "on_unused_kv") == "warn",
         )
+        self._config = {
+            "name": name,
+            "workers": settings.workers,
+            "seed": settings.seed,
+            "timeout": settings.timeout,
+            "retries": settings.retries,
+            "start_method": settings.start_method,
+            "compute_threads": threads,
+            "lmcache_mp": __version__,
+        }
         self._members = Members()
         self._runner = Runner(self._members, settings)
 
@@ -166,12 +178,8 @@ class LMCacheBatchedStream:
         check_format(fmt)
         check_width(width)
         selected = select_ids(stream_ids, self._members)
-        params = check_sampling_params(sampling_params, "sampling_params")
-        return self._report(
-            self._generate("prefill", params, {"max_tokens": 1}, selected, max_concurrency),
-            fmt,
-            width,
-        )
+        it = rounds.prefill(sampling_params)
+        return self._report(self._one(it, selected, max_concurrency), fmt, width)
 
     def modify(
         self,
@@ -192,7 +200,8 @@ class LMCacheBatchedStream:
         check_format(fmt)
         check_width(width)
         selected = select_ids(stream_ids, self._members)
-        result = self._modify(fn, selected, timeout, poll_interval, max_concurrency)
+        it = rounds.modify(fn, timeout=timeout, poll_interval=poll_interval)
+        result = self._one(it, selected, max_concurrency)
         return self._report(result, fmt, width)
 
     def decode(
@@ -209,12 +218,10 @@ class LMCacheBatchedStream:
         check_format(fmt)
         check_width(width)
         selected = select_ids(stream_ids, self._members)
-        params = check_sampling_params(sampling_params, "sampling_params")
+        it = rounds.decode(sampling_params)
         if skip_done:
             selected = [key for key in selected if not self._members[key].stream.done]
-        return self._report(
-            self._generate("decode", params, {}, selected, max_concurrency), fmt, width
-        )
+        return self._report(self._one(it, selected, max_concurrency), fmt, width)
 
     def run_streams(
         self,
@@ -228,8 +235,7 @@ class LMCacheBatchedStream:
         Results are in ``perf_metrics`` and :meth:`get_perf_metrics`.
         """
         selected = select_ids(stream_ids, self._members)
-        params = check_sampling_params(sampling_params, "sampling_params")
-        result = self._generate("decode", params, {}, selected, max_concurrency)
+        result = self._one(rounds.decode(sampling_params), selected, max_concurrency)
         if self._raise and result.failures:
             self._report(result)
         return result.duration
@@ -245,7 +251,8 @@ class LMCacheBatchedStream:
     ) -> float:
         """Edit the selected streams as :meth:`modify` does; returns wall clock seconds."""
         selected = select_ids(stream_ids, self._members)
-        result = self._modify(fn, selected, timeout, poll_interval, max_concurrency)
+        it = rounds.modify(fn, timeout=timeout, poll_interval=poll_interval)
+        result = self._one(it, selected, max_concurrency)
         if self._raise and result.failures:
             self._report(result)
         return result.duration
@@ -271,32 +278,40 @@ class LMCacheBatchedStream:
         phase = PhaseResult(mode, results, seconds, runner.setup_s, float("nan"), runner.rounds)
         return self._metrics(phase, fmt, width)
 
+    def run(
+        self,
+        rounds: Iterable[Round],
+        *,
+        max_concurrency: int | None = 256,
+        stream_ids: Iterable[str] | None = None,
+    ) -> Run:
+        """Take each stream through ``rounds`` at its own pace, without waiting for the others.
+
+        ``rounds`` are made by ``lmcache_mp.rounds``: ``[prefill(...), modify(...), decode(...)]``.
+        At most ``max_concurrency`` streams are under way at once. A stream that has ended by
+        itself, or failed, is skipped from then on. Raises LMCacheBatchedStreamError when streams
+        failed: its ``run`` has the rest.
+        """
+        course = check_rounds(rounds)
+        limit = _check_limit(max_concurrency)
+        selected = select_ids(stream_ids, self._members)
+        results = self._runner.run(course, selected, limit)
+        config = {
+            "rounds": [str(it) for it in course],
+            "max_concurrency": limit,
+            "streams": len(selected),
+            **self._config,
+        }
+        run = Run([self._metrics(result, "terminal", 80) for result in results], config)
+        failed = [result for result in results if result.failures]
+        if failed and self._raise:
+            raise self._error(failed, len(selected), run)
+        return run
+
     # --- running a phase --------------------------------------------------------------------------
 
-    def _generate(
-        self,
-        phase: str,
-        params: dict[str, Any],
-        forced: dict[str, Any],
-        selected: list[str],
-        max_concurrency: int | None,
-    ) -> PhaseResult:
-        limit = _check_limit(max_concurrency)
-        return self._runner.generate(phase, params, forced, selected, limit)
-
-    def _modify(
-        self,
-        fn: Callable[..., Any],
-        selected: list[str],
-        timeout: float,
-        poll_interval: float,
-        max_concurrency: int | None,
-    ) -> PhaseResult:
-        if not callable(fn):
-            raise UsageError(f"an edit must be a function of (kv, tokens), not {fn!r}")
-        wait = check_seconds(timeout, "timeout")
-        poll = check_seconds(poll_interval, "poll_interval", positive=True)
-        return self._runner.modify(fn, selected, wait, poll, _check_limit(max_concurrency))
+    def _one(self, it: Round, selected: list[str], max_concurrency: int | None) -> PhaseResult:
+        return self._runner.run([it], selected, _check_limit(max_concurrency))[0]
 
     def _metrics(self, result: PhaseResult, fmt: str, width: int) -> Metrics:
         custom_ids = [self._members[key].custom_id for key in result.results]
@@ -304,16 +319,27 @@ class LMCacheBatchedStream:
 
     def _report(self, result: PhaseResult, fmt: str = "terminal", width: int = 80) -> Metrics:
         """The Metrics of a phase; raises if streams failed and the batch is to raise."""
-        metrics, failures = self._metrics(result, fmt, width), result.failures
-        if failures and self._raise:
-            first = next(iter(failures.values()))
-            raise LMCacheBatchedStreamError(
-                f"{result.phase}: {len(failures)} of {len(result.results)} streams failed; "
-                f"the first, {first.stream_id}: {first.error_type}: {first.error_message}",
-                failures=failures,
-                metrics=metrics,
-            ) from first.exception
+        metrics = self._metrics(result, fmt, width)
+        if result.failures and self._raise:
+            raise self._error([result], len(result.results), metrics)
         return metrics
+
+    def _error(
+        self, failed: Sequence[PhaseResult], streams: int, report: Metrics | Run
+    ) -> LMCacheBatchedStreamError:
+        """The error that carries all failures; the report is that of the phase, or of the run."""
+        failures = {key: it for result in failed for key, it in result.failures.items()}
+        first = next(iter(failures.values()))
+        phase = "run" if isinstance(report, Run) else failed[0].phase
+        error = LMCacheBatchedStreamError(
+            f"{phase}: {len(failures)} of {streams} streams failed; "
+            f"the first, {first.stream_id}: {first.error_type}: {first.error_message}",
+            failures=failures,
+            metrics=None if isinstance(report, Run) else report,
+            run=report if isinstance(report, Run) else None,
+        )
+        error.__cause__ = first.exception
+        return error
 
 
 def _check_limit(max_concurrency: int | None) -> int | None:

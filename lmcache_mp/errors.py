@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lmcache_mp.metrics import Metrics
+    from lmcache_mp.metrics.run import Run
 
 
 class LMCacheMPError(RuntimeError):
@@ -100,7 +101,7 @@ class LMCacheBatchedStreamError(LMCacheMPError):
     """A phase failed for some streams.
 
     ``failures`` maps stream ids to what happened; ``metrics`` is the report over the streams that
-    did complete. ``__cause__`` is the first failure's error.
+    did complete, ``run`` that of a whole run. ``__cause__`` is the first failure's error.
     """
 
     def __init__(
@@ -109,10 +110,12 @@ class LMCacheBatchedStreamError(LMCacheMPError):
         *,
         failures: Mapping[str, StreamFailure] | None = None,
         metrics: Metrics | None = None,
+        run: Run | None = None,
     ) -> None:
         super().__init__(message)
         self.failures: dict[str, StreamFailure] = dict(failures or {})
         self.metrics = metrics
+        self.run = run
 
 
 class StreamIdError(UsageError, LMCacheBatchedStreamError):

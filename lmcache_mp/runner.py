@@ -5,26 +5,28 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from lmcache_mp import records
 from lmcache_mp.arguments import check_count
+from lmcache_mp.course import Course, Leg
 from lmcache_mp.engines.engine import PostCompletion
 from lmcache_mp.errors import WorkerDied
 from lmcache_mp.members import Member, Members
-from lmcache_mp.phases import PassResult, PhaseResult, result_of
+from lmcache_mp.phases import PassResult, PhaseResult
+from lmcache_mp.pool import messages
 from lmcache_mp.pool.cores import usable_cores
 from lmcache_mp.pool.launch import WorkerSettings
-from lmcache_mp.pool.messages import Done, Failure, Generate, Modify
+from lmcache_mp.pool.messages import Failure, Work
 from lmcache_mp.pool.objects import dump_object
 from lmcache_mp.pool.pool import Pool
 from lmcache_mp.pool.slot import Lost
 from lmcache_mp.pool.state import Plan
+from lmcache_mp.rounds import Decode, Modify, Prefill, Round
 
 #: Edits that a worker has at once: one that runs, and one whose KV is being fetched.
 _EDITS_A_WORKER = 2
@@ -80,48 +82,54 @@ class Runner:
         if self._finalizer is not None:
             self._finalizer()
 
-    def generate(
-        self,
-        phase: str,
-        params: dict[str, Any],
-        forced: dict[str, Any],
-        selected: list[str],
-        limit: int | None,
-    ) -> PhaseResult:
-        """One generate of each selected stream; ``forced`` parameters win over a stream's own."""
-        engines = self._check_with_engines(selected, params, forced)
-        per_worker = min(_bounds(engines, "max_in_flight"), default=None)
-        pickled = dump_object(params, "sampling parameters")
-        plan = self._plan(selected, limit, per_worker)
-        work = Generate(pickled, forced, self._settings.warn_unused_kv)
-        result = self._run(phase, work, plan, (), selected)
-        self._hint(result)
-        return result
-
-    def modify(
-        self,
-        fn: Callable[..., Any],
-        selected: list[str],
-        timeout: float,
-        poll_interval: float,
-        limit: int | None,
-    ) -> PhaseResult:
-        """One edit of each selected stream, one at a time in a worker."""
-        objects = self._members.objects
-        number = objects.add(fn, "edit function")
+    def run(
+        self, rounds: Sequence[Round], selected: list[str], limit: int | None
+    ) -> list[PhaseResult]:
+        """Take the selected streams through ``rounds``, each at its own pace."""
+        generates = [it for it in rounds if not isinstance(it, Modify)]
+        engines = self._check_with_engines(selected, generates)
+        functions = self._functions(rounds)
+        numbers = tuple(number for _, number in functions.values())
         try:
-            plan = self._plan(selected, limit, _EDITS_A_WORKER, in_order=True)
-            work = Modify(number, timeout, poll_interval)
-            return self._run("modify", work, plan, (number,), selected)
+            legs = [Leg(it.phase, self._work(it, functions)) for it in rounds]
+            edits = _EDITS_A_WORKER if len(legs) == 1 and numbers else None
+            bounds = _bounds(engines, "max_in_flight")
+            plan = self._plan(selected, limit, min(bounds, default=edits), bool(numbers))
+            results = self._run(legs, plan, numbers, selected)
         finally:
-            objects.forget(number)
+            for number in numbers:
+                self._members.objects.forget(number)
+        for result in results:
+            if result.phase != "modify":
+                self._hint(result)
+        return results
+
+    def _functions(self, rounds: Sequence[Round]) -> dict[int, tuple[Callable[..., Any], int]]:
+        """The number of each edit function, by its id(); one that is used again has one number."""
+        objects = self._members.objects
+        functions: dict[int, tuple[Callable[..., Any], int]] = {}
+        try:
+            for it in rounds:
+                if isinstance(it, Modify) and id(it.fn) not in functions:
+                    functions[id(it.fn)] = it.fn, objects.add(it.fn, "edit function")
+        except BaseException:  # nothing stays of a call that is refused
+            for _, number in functions.values():
+                objects.forget(number)
+            raise
+        return functions
+
+    def _work(self, it: Round, functions: Mapping[int, tuple[Callable[..., Any], int]]) -> Work:
+        if isinstance(it, Modify):
+            return messages.Modify(functions[id(it.fn)][1], it.timeout, it.poll_interval)
+        pickled = dump_object(dict(it.sampling_params), "sampling parameters")
+        return messages.Generate(pickled, it.forced, self._settings.warn_unused_kv)
 
     def _check_with_engines(
-        self, selected: list[str], params: dict[str, Any], forced: dict[str, Any]
+        self, selected: list[str], generates: Sequence[Prefill | Decode]
     ) -> list[PostCompletion]:
         """Let the selected streams' engines refuse what they can't honour; returns the engines."""
         engines: dict[int, PostCompletion] = {}
-        for key in selected:
+        for key in selected if generates else []:
             member = self._members[key]
             engine, own = member.stream.post_completion, member.sampling_params
             if member.engine in engines and not own:
@@ -129,57 +137,43 @@ class Runner:
             engines[member.engine] = engine
             check = getattr(engine, "check_sampling_params", None)
             if check is not None:
-                check({**params, **(own or {}), **forced})
+                for it in generates:
+                    check({**it.sampling_params, **(own or {}), **it.forced})
         return list(engines.values())
 
     def _plan(
-        self, selected: list[str], limit: int | None, per_worker: int | None, in_order: bool = False
+        self, selected: list[str], limit: int | None, per_worker: int | None, announced: bool
     ) -> Plan:
         members: list[Member] = [self._members[key] for key in selected]
         return Plan(
             [(member.index, member.tokens) for member in members],
             limit,
             per_worker,
-            in_order,
+            announced,
             self._settings.retries,
             self._settings.max_restarts,
         )
 
     def _run(
-        self,
-        phase: str,
-        work: Generate | Modify,
-        plan: Plan,
-        objects: tuple[int, ...],
-        selected: list[str],
-    ) -> PhaseResult:
-        results: dict[str, PassResult] = {}
-        doubts: list[str] = []
-        on_end = partial(self._on_end, phase, results, doubts)
+        self, legs: Sequence[Leg], plan: Plan, objects: tuple[int, ...], selected: list[str]
+    ) -> list[PhaseResult]:
+        course = Course(legs, self._members, self.latest)
         begin = started = time.perf_counter()
         if selected:
             try:
                 self.start()
             except WorkerDied as error:
                 for stream, _ in plan.work:
-                    on_end(Lost(stream, -1, 0, error.pid, error))
+                    course.end(Lost(stream, -1, 0, error.pid, error))
                 plan = replace(plan, work=())
             started = time.perf_counter()
         self.setup_s = started - begin
         if plan.work:
-            adopted, timeout = self._members.adopted, self._settings.timeout
-            self._ensure_pool().run(plan, work, objects, adopted, on_end, phase, timeout)
-        duration = time.perf_counter() - started if selected else 0.0
-        self.rounds += 1
-        _warn(doubts)
-        return PhaseResult(
-            phase,
-            {key: results[key] for key in selected},
-            duration,
-            self.setup_s,
-            records.wall_clock(started),
-            self.rounds - 1,
-        )
+            self._ensure_pool().run(plan, course, objects, self._settings.timeout)
+        results = course.results(selected, self.setup_s, started, self.rounds)
+        self.rounds += len(legs)
+        _warn(course.doubts)
+        return results
 
     def _hint(self, result: PhaseResult) -> None:
         """Say once how to make an engine tell whether it used edited KV, if one does not."""
@@ -197,21 +191,6 @@ class Runner:
                     RuntimeWarning,
                     stacklevel=5,
                 )
-
-    def _on_end(
-        self, phase: str, results: dict[str, PassResult], doubts: list[str], end: Done | Lost
-    ) -> None:
-        stream_id = self._members.names[end.stream]
-        stream = self._members[stream_id].stream
-        if isinstance(end, Done):
-            if end.warning:
-                doubts.append(f"{stream_id}: {end.warning}")
-            if end.change is not None:
-                stream.commit(end.change)
-        result = result_of(end, stream_id, phase, stream.output_text())
-        results[stream_id] = result
-        if phase != "modify":  # at once: an interrupt must not lose what has ended
-            self.latest[stream_id] = result
 
     def _ensure_pool(self) -> Pool:
         if self._pool is None:

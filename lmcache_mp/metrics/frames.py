@@ -167,3 +167,37 @@ def _inferred(infos: Sequence[Scalar]) -> ExtensionArray:
 
 def _fit_int64(values: Sequence[object]) -> bool:
     return all(abs(value) < 2**63 for value in values if isinstance(value, int))
+
+
+#: Columns of a run's table that are not a round's own.
+_OF_THE_RUN = ("run", "phase", "round", "custom_id", "status", "error_type", "error_message")
+_LAST = ("output_text", "finish_reason")
+
+
+def run_frame(names: Sequence[str], rounds: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """A row a stream over the frames of several rounds, the first of which has every stream."""
+    first = rounds[0]
+    head = first[["custom_id", "status", "error_type", "error_message"]].copy()
+    for name in _LAST:
+        head[name] = pd.Series(pd.NA, first.index, dtype="string")
+    for frame in rounds:
+        failed = frame.index[frame["status"] == "failed"]
+        for name in ("status", "error_type", "error_message"):
+            head.loc[failed, name] = frame.loc[failed, name]
+        for name in _LAST:
+            if name in frame:
+                head.loc[frame.index, name] = frame[name]
+    parts = [
+        frame.drop(columns=[*_OF_THE_RUN, "output_text"], errors="ignore")
+        .reindex(first.index)
+        .add_prefix(f"{name}.")
+        for name, frame in zip(names, rounds, strict=True)
+    ]
+    table: pd.DataFrame = pd.concat([head, *parts], axis=1)
+    return table
+
+
+def concatenated(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Rows of all frames, which have the same columns."""
+    together: pd.DataFrame = pd.concat(list(frames))
+    return together

@@ -110,6 +110,11 @@ class Metrics:
                 section.add(name, TOTAL[name].label, plain(report._totals[name]))
         return report
 
+    @property
+    def phase(self) -> str:
+        """ "prefill", "modify" or "decode"; UsageError for a report made by hand."""
+        return self._data.phase
+
     # Sections and entries
 
     def add_section(self, key: str, label: str) -> Section:

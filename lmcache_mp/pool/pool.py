@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from lmcache_mp import records
 from lmcache_mp.errors import LMCacheMPError, StreamTimeout, WorkerDied
@@ -32,17 +33,35 @@ from lmcache_mp.pool.objects import UserObjects
 from lmcache_mp.pool.slot import Death, Lost, PassError, Slot
 
 
+class Passes(Protocol):
+    """What a phase has each of its streams go through: one pass, or one after the other."""
+
+    def work(self, stream: int) -> Work:
+        """What the stream's present pass is."""
+        ...
+
+    def phase(self, stream: int) -> str:
+        """The name of that, for messages."""
+        ...
+
+    def adopted(self, stream: int) -> Adopted:
+        """The stream as its worker needs it, as it is now."""
+        ...
+
+    def end(self, end: Done | Lost) -> bool:
+        """Hear of the end of the stream's present pass; whether another one follows."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Phase:
     """What is the same for every pass of the phase that runs."""
 
-    work: Work
+    passes: Passes
     objects: Sequence[int]
-    adopted: Callable[[int], Adopted]
-    on_end: Callable[[Done | Lost], None]
-    name: str
     generation: int
     timeout: float | None
+    announced: bool
     deadlines: Deadlines = field(init=False)
 
     def __post_init__(self) -> None:
@@ -137,22 +156,19 @@ class Pool:
     def run(
         self,
         plan: core.Plan,
-        work: Work,
-        objects: Sequence[int],
-        adopted: Callable[[int], Adopted],
-        on_end: Callable[[Done | Lost], None],
-        name: str,
+        passes: Passes,
+        objects: Sequence[int] = (),
         timeout: float | None = None,
     ) -> None:
-        """Run a phase to its end: ``on_end`` hears of every stream exactly once.
+        """Run a phase to its end: ``passes`` hears of every stream's passes, each exactly once.
 
-        ``objects`` are the numbers of users' objects that only this phase needs; ``adopted`` gives
-        a stream's present state; ``timeout`` is in seconds a pass. An interrupt cancels the phase;
-        what had ended by then was reported.
+        ``objects`` are the numbers of users' objects that only this phase needs; ``timeout`` is in
+        seconds a pass. An interrupt cancels the phase; what had ended by then was reported.
         """
         with self._fleet.exclusively():
             self._generation += 1
-            phase = _Phase(work, objects, adopted, on_end, name, self._generation, timeout)
+            plan = replace(plan, announced=plan.announced or timeout is not None)
+            phase = _Phase(passes, objects, self._generation, timeout, plan.announced)
             try:
                 self._follow(self._state.begin(plan), phase)
                 while not self._state.settled:
@@ -177,8 +193,9 @@ class Pool:
         if isinstance(instruction, core.Assign):
             self._assign(instruction, phase)
         elif isinstance(instruction, core.FailPass):
-            death = slots[instruction.worker].death.during(phase.name)
-            error = self._timed_out(phase) if instruction.overdue else death
+            name = phase.passes.phase(instruction.stream)
+            death = slots[instruction.worker].death.during(name)
+            error = self._timed_out(name, phase) if instruction.overdue else death
             self._lose(instruction.stream, instruction.worker, instruction.attempt, error, phase)
         elif isinstance(instruction, core.KillWorker):
             slots[instruction.worker].kill("did not answer in time")
@@ -189,7 +206,8 @@ class Pool:
             self._cancel()
             for stream in unfinished:
                 owner = self._state.owner.get(stream, -1)
-                self._lose(stream, owner, 0, self._last_death.during(phase.name), phase)
+                death = self._last_death.during(phase.passes.phase(stream))
+                self._lose(stream, owner, 0, death, phase)
         return []
 
     def _assign(self, assign: core.Assign, phase: _Phase) -> None:
@@ -197,10 +215,10 @@ class Pool:
         slot.load(phase.objects, self._objects)
         new = [stream for stream in assign.streams if stream not in slot.adopted]
         if new:
-            slot.send(Adopt(tuple(phase.adopted(stream) for stream in new)))
+            slot.send(Adopt(tuple(phase.passes.adopted(stream) for stream in new)))
             slot.adopted.update(new)
-        announce = phase.deadlines.active
-        slot.send(Run(phase.generation, phase.work, assign.streams, assign.attempt, announce))
+        for work, streams in _by_work(assign.streams, phase.passes):
+            slot.send(Run(phase.generation, work, streams, assign.attempt, phase.announced))
 
     def _check_clocks(self, phase: _Phase) -> list[core.Event]:
         if not phase.deadlines.active:
@@ -211,8 +229,8 @@ class Pool:
             self._fleet.slots[worker].send(Ping())
         return phase.deadlines.due(busy, now)
 
-    def _timed_out(self, phase: _Phase) -> StreamTimeout:
-        return StreamTimeout(f"{phase.name} took longer than the timeout of {phase.timeout:g} s")
+    def _timed_out(self, name: str, phase: _Phase) -> StreamTimeout:
+        return StreamTimeout(f"{name} took longer than the timeout of {phase.timeout:g} s")
 
     def _lose(
         self, stream: int, worker: int, attempt: int, error: PassError, phase: _Phase
@@ -229,7 +247,7 @@ class Pool:
         # A late result would leave the worker with a state that the parent does not have.
         if worker >= 0:
             self._fleet.slots[worker].adopted.discard(stream)
-        phase.on_end(Lost(stream, worker, attempt, pid, error))
+        phase.passes.end(Lost(stream, worker, attempt, pid, error))
 
     def _cancel(self) -> None:
         """Stop what still runs of the phase; a worker that does not stop in time is killed."""
@@ -280,8 +298,8 @@ class Pool:
             wanted = phase is not None and result.generation == phase.generation
             if phase is not None and wanted and self._state.is_in_flight(slot.index, result.stream):
                 phase.deadlines.end(result.stream)
-                phase.on_end(result)
-                return [core.PassEnded(slot.index, result.stream)]
+                continues = phase.passes.end(result)
+                return [core.PassEnded(slot.index, result.stream, continues)]
         elif isinstance(result, Began):
             if phase is not None and result.generation == phase.generation:
                 phase.deadlines.begin(slot.index, result.stream, time.monotonic())
@@ -305,3 +323,12 @@ class Pool:
             for number in slot.loaded.intersection(numbers):
                 slot.loaded.discard(number)
                 slot.send(Unload(number))
+
+
+def _by_work(streams: Iterable[int], passes: Passes) -> list[tuple[Work, tuple[int, ...]]]:
+    """The streams by what they are to do, in their order."""
+    groups: dict[int, tuple[Work, list[int]]] = {}
+    for stream in streams:
+        work = passes.work(stream)
+        groups.setdefault(id(work), (work, []))[1].append(stream)
+    return [(work, tuple(members)) for work, members in groups.values()]

@@ -27,7 +27,7 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True)
 class PassBegan:
-    """A worker has begun a stream's pass; told only where passes can become overdue."""
+    """A worker has begun a stream's pass; see ``Plan.announced``."""
 
     worker: int
     stream: int
@@ -35,10 +35,14 @@ class PassBegan:
 
 @dataclass(frozen=True, slots=True)
 class PassEnded:
-    """A worker has sent the result of a stream's pass, good or bad."""
+    """A worker has sent the result of a stream's pass, good or bad.
+
+    With ``continues`` the stream has another pass to go through, for which it keeps its place.
+    """
 
     worker: int
     stream: int
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +121,14 @@ _Batches = dict[tuple[int, int], list[int]]
 class Plan:
     """A phase: (stream, tokens) of each pass, and the limits that hold.
 
-    With ``in_order`` a worker runs one pass after the other, so of those it was given only the
-    first unfinished one has begun. ``retries``: how often a pass lost with its worker is repeated.
+    ``announced``: workers tell when a pass begins, so that of those that they were given only these
+    are lost with them. ``retries``: how often a lost pass is repeated.
     """
 
     work: Sequence[tuple[int, int]]
     limit: int | None = None
     per_worker: int | None = None
-    in_order: bool = False
+    announced: bool = False
     retries: int = 0
     max_restarts: int = 3
 
@@ -142,6 +146,7 @@ class PoolState:
         self._weights: dict[int, int] = {}
         self._attempts: dict[int, int] = {}
         self._begun: set[int] = set()
+        self._continuing: list[tuple[int, int]] = []
         self._plan = Plan(())
         self._running = 0
         self._restarts = 0
@@ -199,7 +204,7 @@ class PoolState:
         instructions: list[Instruction] = []
         for event in events:
             if isinstance(event, PassEnded):
-                instructions += self._end_pass(event.worker, event.stream)
+                instructions += self._end_pass(event)
             elif isinstance(event, PassBegan):
                 if self.is_in_flight(event.worker, event.stream):
                     self._begun.add(event.stream)
@@ -226,14 +231,20 @@ class PoolState:
         self._unowned.clear()
         self._weights.clear()
         self._begun.clear()
+        self._continuing.clear()
         self._running = 0
 
-    def _end_pass(self, worker: int, stream: int) -> list[Instruction]:
+    def _end_pass(self, end: PassEnded) -> list[Instruction]:
+        worker, stream = end.worker, end.stream
         if self._in_flight[worker].pop(stream, None) is None:
             return []
         self._running -= 1
         self._begun.discard(stream)
-        self._load[worker] -= self._weights.pop(stream)
+        if end.continues:
+            self._attempts.pop(stream, None)
+            self._continuing.append((stream, worker))
+        else:
+            self._load[worker] -= self._weights.pop(stream)
         return self._kill_if_retired(worker)
 
     def _fail_overdue(self, worker: int, streams: Iterable[int]) -> list[Instruction]:
@@ -281,17 +292,17 @@ class PoolState:
         replaced = worker in self._killed
         self._killed.discard(worker)
         self._retiring.discard(worker)
-        flight = list(self._in_flight[worker].items())
-        self._begun.difference_update(self._in_flight[worker])
+        flight = dict(self._in_flight[worker])
+        lost = self._begun.intersection(flight) if self._plan.announced else set(flight)
+        self._begun.difference_update(flight)
         self._in_flight[worker].clear()
         self._running -= len(flight)
         if self.settled or self._given_up:
             return []
-        begun = 1 if self._plan.in_order else len(flight)
         instructions: list[Instruction] = []
         again: list[int] = []
-        for place, (stream, attempt) in enumerate(flight):
-            if place >= begun:
+        for stream, attempt in flight.items():
+            if stream not in lost:
                 again.append(stream)
             elif replaced or attempt <= self._plan.retries:
                 self._attempts[stream] = attempt + 1
@@ -309,6 +320,12 @@ class PoolState:
     def _hand_out(self) -> list[Instruction]:
         batches: _Batches = {}
         limit = len(self._weights) if self._plan.limit is None else self._plan.limit
+        for stream, worker in self._continuing:
+            if worker in self._ready:
+                self._give(stream, worker, batches)
+            else:
+                self._queues[worker].appendleft(stream)
+        self._continuing.clear()
         free = limit - self._running
         if free > 0:
             free = self._hand_out_owned(free, batches)

@@ -106,11 +106,35 @@ def test_retries_repeat_a_lost_pass_with_the_next_attempt() -> None:
     assert state.settled
 
 
-def test_in_order_only_the_first_pass_has_begun() -> None:
+def test_where_passes_are_announced_only_those_that_have_begun_are_lost() -> None:
     state = ready(1)
-    state.begin(Plan([(0, 2), (1, 1)], per_worker=2, in_order=True))
+    state.begin(Plan([(0, 2), (1, 1)], per_worker=2, announced=True))
+    state.step([PassBegan(0, 0)])
     assert state.step([WorkerLost(0)]) == [FailPass(0, 0, 1), StartWorker(0)]
     assert state.step([WorkerReady(0)]) == [Assign(0, (1,), 1)]
+
+
+def test_a_stream_that_continues_keeps_its_place() -> None:
+    state = ready(2)
+    assert set(assigned(state.begin(Plan([(0, 3), (1, 2), (2, 1)], limit=2)))) == {0, 1}
+    assert state.step([PassEnded(0, 0, continues=True)]) == [Assign(0, (0,), 1)]
+    assert state.unfinished == (0, 1, 2)
+    assert assigned(state.step([PassEnded(0, 0)])) == {2: 0}
+
+
+def test_a_stream_that_continues_waits_for_its_workers_successor() -> None:
+    state = ready(1)
+    state.begin(Plan([(0, 3), (1, 2)], limit=1, retries=1))
+    assert state.step([PassEnded(0, 0, continues=True), WorkerLost(0)]) == [StartWorker(0)]
+    assert state.step([WorkerReady(0)]) == [Assign(0, (0,), 1)], "before one that has not begun"
+
+
+def test_each_pass_of_a_stream_has_attempts_of_its_own() -> None:
+    state = ready(1)
+    state.begin(Plan([(0, 1)], retries=1))
+    state.step([WorkerLost(0)])
+    assert state.step([WorkerReady(0)]) == [Assign(0, (0,), 2)]
+    assert state.step([PassEnded(0, 0, continues=True)]) == [Assign(0, (0,), 1)]
 
 
 def test_too_many_deaths_give_up_instead_of_looping() -> None:
@@ -152,7 +176,8 @@ def test_a_phase_waits_for_the_one_before() -> None:
 
 def test_an_overdue_edits_worker_is_killed_at_once_and_replaced_without_counting() -> None:
     state = ready(1)
-    state.begin(Plan([(0, 3), (1, 2), (2, 1)], per_worker=2, in_order=True, max_restarts=0))
+    state.begin(Plan([(0, 3), (1, 2), (2, 1)], per_worker=2, announced=True, max_restarts=0))
+    state.step([PassBegan(0, 0)])
     assert state.step([PassOverdue(0, 0)]) == [FailPass(0, 0, 1, overdue=True), KillWorker(0)]
     assert state.in_flight(0) == (1,)  # it gets nothing new
     assert state.step([WorkerLost(0)]) == [StartWorker(0)]
@@ -257,7 +282,7 @@ def test_a_killed_worker_is_given_nothing_when_its_phase_is_abandoned() -> None:
     weights=st.lists(st.integers(1, 50), max_size=20),
     limit=st.none() | st.integers(1, 8),
     per_worker=st.none() | st.integers(1, 4),
-    in_order=st.booleans(),
+    announced=st.booleans(),
     retries=st.integers(0, 2),
     max_restarts=st.integers(0, 4),
     choices=st.randoms(use_true_random=False),
@@ -267,7 +292,7 @@ def test_every_stream_ends_exactly_once_whatever_happens(
     weights: list[int],
     limit: int | None,
     per_worker: int | None,
-    in_order: bool,
+    announced: bool,
     retries: int,
     max_restarts: int,
     choices: object,
@@ -276,7 +301,8 @@ def test_every_stream_ends_exactly_once_whatever_happens(
 
     assert isinstance(choices, Random)
     state = ready(workers)
-    plan = Plan(list(enumerate(weights)), limit, per_worker, in_order, retries, max_restarts)
+    rounds = [choices.randint(1, 3) for _ in weights]
+    plan = Plan(list(enumerate(weights)), limit, per_worker, announced, retries, max_restarts)
     ends: Counter[int] = Counter()
     up = set(range(workers))
     killed: set[int] = set()
@@ -313,16 +339,17 @@ def test_every_stream_ends_exactly_once_whatever_happens(
             event = PassBegan(worker, choices.choice(flights[worker]))
         elif choices.random() < 0.2:
             worker = choices.choice(busy)
-            begun = flights[worker][:1] if in_order else flights[worker]
-            event = PassOverdue(worker, choices.choice(begun))
+            event = PassOverdue(worker, choices.choice(flights[worker]))
         elif choices.random() < 0.1:
             worker = choices.choice(busy)
-            begun = flights[worker][:1] if in_order else flights[worker]
+            begun = flights[worker]
             event = WorkerSilent(worker, begun[: choices.randint(0, len(begun))])
         else:
             worker = choices.choice(busy)
-            event = PassEnded(worker, choices.choice(flights[worker]))
-            ends[event.stream] += 1
+            stream = choices.choice(flights[worker])
+            rounds[stream] -= 1
+            event = PassEnded(worker, stream, continues=rounds[stream] > 0)
+            ends[stream] += not event.continues
         instructions = state.step([event])
     assert ends == Counter(range(len(weights)))
 
