@@ -11,6 +11,7 @@ monotonic clock, so rows of several processes and hosts can be laid on one axis.
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -66,6 +67,22 @@ MODIFY = np.dtype(
         ("store_s", "<f8"),
     ]
 )
+
+_CODES = {"i1": "b", "i4": "i", "f8": "d", "S16": "16s"}
+
+
+def _packer(dtype: np.dtype[np.void]) -> struct.Struct:
+    """Packs a row of ``dtype``: several times as fast as numpy does one at a time."""
+    return struct.Struct("<" + "".join(_CODES[field.str[1:]] for field in _fields(dtype)))
+
+
+def _fields(dtype: np.dtype[np.void]) -> list[np.dtype[np.generic]]:
+    return [dtype[name] for name in dtype.names or ()]
+
+
+#: The bytes of a row, from its values in the order of the dtype.
+pack_generate = _packer(GENERATE).pack
+pack_modify = _packer(MODIFY).pack
 
 #: Wall clock minus monotonic clock of this process, taken once.
 _ANCHOR = time.time() - time.perf_counter()

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from lmcache_mp import records
 from lmcache_mp.errors import KVError
 from lmcache_mp.kv.context import KVContext, PinningContext, edit_salt
@@ -95,7 +93,7 @@ def edit_pass(
     seconds = (*spans, *[float("nan")] * (3 - len(spans)))
     row = (*label.row_head(error is not None, marks[0], end), before, after, stored)
     row = (*row, after - stored, *seconds)
-    return Outcome(np.array(row, records.MODIFY).tobytes(), change, error)
+    return Outcome(records.pack_modify(*row), change, error)
 
 
 def _by_kind(

@@ -7,8 +7,6 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
 from lmcache_mp import records
 from lmcache_mp.engines.engine import PostCompletion, SamplingParams, TokenEvent
 from lmcache_mp.errors import EngineError, KVError
@@ -170,7 +168,7 @@ def generate_pass(
         (arrivals.finish or "").encode("ascii", "replace"),
     )
     return Outcome(
-        np.array(row, records.GENERATE).tobytes(),
+        records.pack_generate(*row),
         change,
         error,
         arrivals.times.tobytes(),

@@ -270,8 +270,9 @@ class PoolState:
         Edits, and passes of engines that never wait, run one after the other: behind one that hangs
         the others would wait for ever. They are repeated.
         """
-        needed = not self._begun.isdisjoint(self._in_flight[worker])
-        return [self._kill(worker)] if worker in self._retiring and not needed else []
+        if worker not in self._retiring or self._begun.intersection(self._in_flight[worker]):
+            return []
+        return [self._kill(worker)]
 
     def _kill(self, worker: int) -> KillWorker:
         self._killed.add(worker)

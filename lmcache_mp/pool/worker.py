@@ -95,6 +95,7 @@ class Worker:
         self._lock = threading.Lock()
         self._running: dict[int, tuple[int, PassGuard]] = {}
         self._cancelled = -1
+        self._last_params: tuple[bytes, dict[str, Any]] = b"", {}
 
     def run(self) -> None:
         """The worker's life."""
@@ -223,7 +224,8 @@ class Worker:
         with self._lock:
             del self._running[owned.spec.stream]
         self._finish(run, owned, outcome)
-        self._confirm_cancel(run.generation)
+        if run.generation <= self._cancelled:
+            self._confirm_cancel(run.generation)
 
     def _announce(self, run: Run, owned: _Owned) -> None:
         if run.announce:
@@ -237,7 +239,7 @@ class Worker:
             engine = self._objects.get(owned.spec.engine)
             contexts = [self._objects.get(number) for number in owned.spec.contexts]
             own = owned.spec.sampling_params
-            params = cloudpickle.loads(work.sampling_params)
+            params = dict(self._params(work.sampling_params))
             params |= {**(cloudpickle.loads(own) if own else {}), **work.forced}
         except BaseException as error:  # loading a user's object may raise anything
             return Outcome(label.failed_row(records.GENERATE, self._pid), None, error)
@@ -250,6 +252,14 @@ class Worker:
             warn_unused_kv=work.warn_unused_kv,
             guard=guard,
         )
+
+    def _params(self, pickled: bytes) -> dict[str, Any]:
+        """A phase's sampling parameters, loaded once for all of its passes that follow."""
+        last, params = self._last_params
+        if last != pickled:
+            params = cloudpickle.loads(pickled)
+            self._last_params = pickled, params
+        return params
 
     def _run_edit(self, edit: _Edit) -> None:
         if edit.run.generation <= self._cancelled:
