@@ -81,6 +81,7 @@ class Runner:
         """End the workers. Idempotent."""
         if self._finalizer is not None:
             self._finalizer()
+        self._members.objects.close()
 
     def run(
         self, rounds: Sequence[Round], selected: list[str], limit: int | None

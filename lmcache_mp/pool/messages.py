@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lmcache_mp.passes.state import Edited, Generated, StreamState
+from lmcache_mp.pool.payloads import Payload
 
 _PROTOCOL = 5
 
@@ -24,7 +25,7 @@ class Load:
     """Keep a user's object: it is loaded once, at its first use, and then named by ``number``."""
 
     number: int
-    payload: bytes
+    payload: Payload
 
 
 @dataclass(frozen=True, slots=True)

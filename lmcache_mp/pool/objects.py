@@ -16,6 +16,7 @@ import cloudpickle
 
 from lmcache_mp.errors import UsageError
 from lmcache_mp.passes.checks import describe
+from lmcache_mp.pool.payloads import Payload, SharedFiles, TakeBuffer
 
 _HIDDEN_FILE = "<dynamic-code>"
 _reduce_code: Callable[[CodeType], tuple[Any, ...]] = cloudpickle.Pickler.dispatch_table[CodeType]
@@ -35,11 +36,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     )
 
 
-def dump_object(thing: object, role: str) -> bytes:
-    """``thing`` as bytes, or a UsageError that names the variable inside that is at fault."""
+def dump_object(thing: object, role: str, take: TakeBuffer | None = None) -> bytes:
+    """``thing`` as bytes, or a UsageError that names the variable inside that is at fault.
+
+    ``take`` is given the large parts that need not be copied into the bytes (PEP 574).
+    """
     try:
         with io.BytesIO() as buffer:
-            _Pickler(buffer, protocol=5).dump(thing)
+            _Pickler(buffer, protocol=5, buffer_callback=take).dump(thing)
             return buffer.getvalue()
     except Exception as error:
         raise UsageError(_explain(thing, role, error)) from error
@@ -109,8 +113,9 @@ class UserObjects:
     """
 
     def __init__(self) -> None:
-        self._payloads: dict[int, bytes] = {}
+        self._payloads: dict[int, Payload] = {}
         self._permanent: dict[bytes, int] = {}
+        self._files = SharedFiles()
         self._numbers: dict[int, tuple[object, int]] = {}
         self._next = 0
 
@@ -119,31 +124,38 @@ class UserObjects:
         known = self._numbers.get(id(thing))
         if known is not None:
             return known[1]
-        payload = dump_object(thing, role)
-        number = self._permanent.get(payload)
+        payload = self._files.payload(functools.partial(dump_object, thing, role))
+        key = payload.digest()
+        number = self._permanent.get(key)
         if number is None:
-            number = self._permanent[payload] = self._add(payload)
+            number = self._permanent[key] = self._keep(payload)
+        else:
+            self._files.remove(payload)
         self._numbers[id(thing)] = thing, number  # holding it keeps its id() from being used again
         return number
 
     def add(self, thing: object, role: str) -> int:
         """A number of its own for ``thing``; UsageError if it does not pickle."""
-        return self._add(dump_object(thing, role))
+        return self._keep(self._files.payload(functools.partial(dump_object, thing, role)))
 
     def forget(self, number: int) -> None:
         """Drop an object that was added."""
-        del self._payloads[number]
+        self._files.remove(self._payloads.pop(number))
 
-    def payload(self, number: int) -> bytes:
+    def payload(self, number: int) -> Payload:
         """The pickled object."""
         return self._payloads[number]
+
+    def close(self) -> None:
+        """Remove the files of large objects. Idempotent."""
+        self._files.close()
 
     @property
     def permanent(self) -> tuple[int, ...]:
         """Numbers of the permanent objects."""
         return tuple(self._permanent.values())
 
-    def _add(self, payload: bytes) -> int:
+    def _keep(self, payload: Payload) -> int:
         number, self._next = self._next, self._next + 1
         self._payloads[number] = payload
         return number
@@ -153,11 +165,11 @@ class LoadedObjects:
     """A worker's side: payloads by number, each loaded at its first use and kept."""
 
     def __init__(self) -> None:
-        self._payloads: dict[int, bytes] = {}
+        self._payloads: dict[int, Payload] = {}
         self._loaded: dict[int, Any] = {}
         self._lock = threading.RLock()
 
-    def keep(self, number: int, payload: bytes) -> None:
+    def keep(self, number: int, payload: Payload) -> None:
         """Note a payload."""
         with self._lock:
             self._payloads[number] = payload
@@ -172,8 +184,8 @@ class LoadedObjects:
         """The object; whatever loading it raises is raised here."""
         with self._lock:
             if number not in self._loaded:
-                self._loaded[number] = cloudpickle.loads(self._payloads[number])
-                self._payloads[number] = b""  # loading again would reset what it has captured
+                self._loaded[number] = self._payloads[number].load()
+                del self._payloads[number]  # loading again would reset what it has captured
             return self._loaded[number]
 
     def all_loaded(self) -> list[Any]:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 import pickle
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lmcache_mp.errors import UsageError
 from lmcache_mp.pool.objects import LoadedObjects, UserObjects, dump_object
+from lmcache_mp.pool.payloads import Payload
 from tests.helpers import CountingEngine
 
 GLOBAL_LOCK = threading.Lock()
@@ -137,9 +141,9 @@ def test_a_variable_that_has_no_value_yet_is_not_in_the_way() -> None:
 # --- what is loaded -------------------------------------------------------------------------------
 
 
-def load(payload: bytes) -> Any:
+def load(payload: Payload | bytes) -> Any:
     objects = LoadedObjects()
-    objects.keep(0, payload)
+    objects.keep(0, payload if isinstance(payload, Payload) else Payload(payload))
     return objects.get(0)
 
 
@@ -152,7 +156,7 @@ def test_an_object_is_loaded_once() -> None:
         return count
 
     objects = LoadedObjects()
-    objects.keep(3, dump_object(edit, "edit function"))
+    objects.keep(3, Payload(dump_object(edit, "edit function")))
     assert [objects.get(3)() for _ in range(3)] == [1, 2, 3]
     assert count == 0
     assert objects.all_loaded() == [objects.get(3)]
@@ -160,7 +164,7 @@ def test_an_object_is_loaded_once() -> None:
 
 def test_a_new_payload_starts_anew_and_a_forgotten_one_is_gone() -> None:
     objects = LoadedObjects()
-    objects.keep(0, pickle.dumps([1]))
+    objects.keep(0, Payload(pickle.dumps([1])))
     assert objects.all_loaded() == []
     objects.get(0).append(2)
     assert objects.get(0) == [1, 2]
@@ -168,7 +172,7 @@ def test_a_new_payload_starts_anew_and_a_forgotten_one_is_gone() -> None:
     assert objects.all_loaded() == []
     with pytest.raises(KeyError):
         objects.get(0)
-    objects.keep(0, pickle.dumps([1]))
+    objects.keep(0, Payload(pickle.dumps([1])))
     assert objects.get(0) == [1]
 
 
@@ -186,7 +190,7 @@ def _fail_to_load() -> Any:
 
 def test_whatever_loading_raises_comes_out_each_time() -> None:
     objects = LoadedObjects()
-    objects.keep(0, dump_object(OnlyHere(), "engine"))
+    objects.keep(0, Payload(dump_object(OnlyHere(), "engine")))
     for _ in range(2):
         with pytest.raises(FileNotFoundError, match="weights"):
             objects.get(0)
@@ -208,6 +212,77 @@ def test_a_traceback_names_the_users_file_and_line() -> None:
         (__file__, first + 2),
     ]
     assert frames[-1].line == 'raise ValueError("here")'
+
+
+# --- large objects --------------------------------------------------------------------------------
+
+
+def test_a_large_closure_goes_through_a_file_and_is_private_and_writable() -> None:
+    table = np.arange(1 << 18, dtype=np.float64)
+
+    def edit(index: int, value: float) -> tuple[float, float]:
+        before = float(table[index])
+        table[index] = value
+        return before, float(table[index])
+
+    objects = UserObjects()
+    payload = objects.payload(objects.add(edit, "edit function"))
+    assert payload.path and len(pickle.dumps(payload)) < 1000
+    first, second = load(payload), load(payload)
+    assert first(7, -1.0) == (7.0, -1.0)
+    assert second(7, -2.0) == (7.0, -2.0)
+    assert table[7] == 7.0
+
+
+def test_a_large_pickle_without_arrays_goes_through_a_file_too() -> None:
+    text = "x" * (2 << 20)
+    objects = UserObjects()
+    payload = objects.payload(objects.add(lambda: text, "edit function"))
+    assert payload.path
+    assert load(payload)() == text
+
+
+def test_a_small_array_stays_in_the_message_and_is_writable() -> None:
+    small = np.zeros(3)
+    objects = UserObjects()
+    payload = objects.payload(objects.add(lambda: small, "edit function"))
+    assert not payload.path
+    load(payload)()[0] = 1.0
+
+
+def test_an_array_that_may_not_be_written_stays_so() -> None:
+    table = np.zeros(1 << 18)
+    table.flags.writeable = False
+    objects = UserObjects()
+    payload = objects.payload(objects.add(lambda: table, "edit function"))
+    assert payload.path and not load(payload)().flags.writeable
+
+
+def test_files_go_with_their_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    big = np.zeros(1 << 18)
+    objects = UserObjects()
+    number = objects.add(lambda: big, "edit function")
+    again = objects.add_permanent(big, "context"), objects.add_permanent(big.copy(), "context")
+    assert again[0] == again[1]
+    files = [Path(objects.payload(n).path) for n in (number, again[0])]
+    edit = load(objects.payload(number))
+    assert all(file.exists() for file in files)
+    assert len(list(files[0].parent.glob("object-*"))) == 2
+    objects.forget(number)
+    assert not files[0].exists() and edit().sum() == 0, "who has loaded it keeps it"
+    objects.close()
+    objects.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_no_reason_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    big = np.ones(1 << 18)
+    objects = UserObjects()
+    payload = objects.payload(objects.add(lambda: big, "edit function"))
+    assert not payload.path
+    assert load(payload)().sum() == 1 << 18
 
 
 # --- numbers --------------------------------------------------------------------------------------
