@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from lmcache_mp.pool.messages import Logged, Printed
@@ -23,14 +23,20 @@ if TYPE_CHECKING:
 _current = threading.local()
 
 
-@contextlib.contextmanager
-def labelled(stream: int | None) -> Iterator[None]:
+class labelled:
     """What this thread prints and logs inside is that stream's; in the end its line is sent."""
-    _current.stream = stream
-    try:
-        yield
-    finally:
-        _flush_thread()
+
+    __slots__ = ("_stream",)
+
+    def __init__(self, stream: int | None) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        _current.stream = self._stream
+
+    def __exit__(self, *_: object) -> None:
+        if hasattr(_current, "lines"):  # it has written something
+            _flush_thread()
         _current.stream = None
 
 
