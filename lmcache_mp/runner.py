@@ -17,6 +17,7 @@ from lmcache_mp.arguments import check_count
 from lmcache_mp.engines.engine import PostCompletion
 from lmcache_mp.errors import WorkerDied
 from lmcache_mp.members import Member, Members
+from lmcache_mp.passes.view import check_needs
 from lmcache_mp.phases import PassResult, PhaseResult, result_of
 from lmcache_mp.pool.cores import usable_cores
 from lmcache_mp.pool.launch import WorkerSettings
@@ -107,11 +108,14 @@ class Runner:
         limit: int | None,
     ) -> PhaseResult:
         """One edit of each selected stream, one at a time in a worker."""
+        numbers = {self._members[key].contexts: key for key in selected}
+        for key in numbers.values():  # streams of equal contexts are alike
+            check_needs(fn, self._members[key].stream.contexts)
         objects = self._members.objects
         number = objects.add(fn, "edit function")
         try:
             plan = self._plan(selected, limit, _EDITS_A_WORKER, in_order=True)
-            work = Modify(number, timeout, poll_interval)
+            work = Modify(number, timeout, poll_interval, self._settings.seed, self.rounds)
             return self._run("modify", work, plan, (number,), selected)
         finally:
             objects.forget(number)
