@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -116,3 +117,11 @@ def stream_rng(seed: int, key: str, round: int) -> np.random.Generator:
     """Random numbers of (seed, a stable hash of the stream's key, round)."""
     digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return np.random.default_rng([seed, int.from_bytes(digest, "little"), round])
+
+
+def takes_stream(fn: Callable[..., Any]) -> bool:
+    """Whether a function has a parameter named ``stream``."""
+    try:
+        return "stream" in inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # of some callables written in C
+        return False

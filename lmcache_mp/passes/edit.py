@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from lmcache_mp import records
+from lmcache_mp.edits.view import takes_stream
 from lmcache_mp.errors import KVError
 from lmcache_mp.kv.context import KVContext, PinningContext, edit_salt
 from lmcache_mp.passes.checks import check_edit, describe, expected_kv
 from lmcache_mp.passes.outcome import Outcome, PassLabel
 from lmcache_mp.passes.state import Edited, Ids, StreamState
-from lmcache_mp.passes.view import kind_of, kv_context, stream_view, takes_stream
+from lmcache_mp.passes.view import kind_of, kv_context, stream_view
 
 
 class OverKinds:

@@ -30,14 +30,6 @@ def kv_context(contexts: Sequence[KVContext]) -> KVContext:
     raise KVError("none of the request's contexts holds KV (kind 'kv')")
 
 
-def takes_stream(fn: Callable[..., Any]) -> bool:
-    """Whether a function has a parameter named ``stream``."""
-    try:
-        return "stream" in inspect.signature(fn).parameters
-    except (TypeError, ValueError):  # of some callables written in C
-        return False
-
-
 def stream_view(
     state: StreamState,
     contexts: Sequence[KVContext],
