@@ -265,7 +265,7 @@ def test_keydiff_keeps_keys_unlike_the_rest_whatever_their_length() -> None:
 def test_lagkv_keeps_what_spreads_more_than_the_next_partition_tells() -> None:
     kv = planted(4 * 32, [90], np.where(np.arange(HEAD_DIM) % 2, 5.0, -5.0))
     kept = kept_of(lagkv(keep_tokens=32 + 3, lag=32, sinks=0, recent=0), kv)
-    assert kept[2:] == [90, *range(96, 128)] and kept[0] < 32 <= kept[1] < 64
+    assert 90 in kept and kept[-32:] == list(range(96, 128))
 
 
 def test_lagkv_of_a_short_prompt_keeps_the_latest() -> None:
