@@ -106,4 +106,5 @@ class Members(Mapping[str, Member]):
             member.engine,
             member.contexts,
             member.pickled_params,
+            member.custom_id,
         )

@@ -17,6 +17,7 @@ from lmcache_mp.course import Course, Leg
 from lmcache_mp.engines.engine import PostCompletion
 from lmcache_mp.errors import WorkerDied
 from lmcache_mp.members import Member, Members
+from lmcache_mp.passes.view import check_needs
 from lmcache_mp.phases import PassResult, PhaseResult
 from lmcache_mp.pool import messages
 from lmcache_mp.pool.cores import usable_cores
@@ -89,10 +90,14 @@ class Runner:
         """Take the selected streams through ``rounds``, each at its own pace."""
         generates = [it for it in rounds if not isinstance(it, Modify)]
         engines = self._check_with_engines(selected, generates)
+        self._check_needs(selected, rounds)
         functions = self._functions(rounds)
         numbers = tuple(number for _, number in functions.values())
         try:
-            legs = [Leg(it.phase, self._work(it, functions)) for it in rounds]
+            legs = [
+                Leg(it.phase, self._work(it, functions, self.rounds + index))
+                for index, it in enumerate(rounds)
+            ]
             edits = _EDITS_A_WORKER if len(legs) == 1 and numbers else None
             bounds = _bounds(engines, "max_in_flight")
             plan = self._plan(selected, limit, min(bounds, default=edits), bool(numbers))
@@ -119,11 +124,23 @@ class Runner:
             raise
         return functions
 
-    def _work(self, it: Round, functions: Mapping[int, tuple[Callable[..., Any], int]]) -> Work:
+    def _work(
+        self, it: Round, functions: Mapping[int, tuple[Callable[..., Any], int]], number: int
+    ) -> Work:
         if isinstance(it, Modify):
-            return messages.Modify(functions[id(it.fn)][1], it.timeout, it.poll_interval)
+            fn = functions[id(it.fn)][1]
+            seed = self._settings.seed
+            return messages.Modify(fn, it.timeout, it.poll_interval, seed, number)
         pickled = dump_object(dict(it.sampling_params), "sampling parameters")
         return messages.Generate(pickled, it.forced, self._settings.warn_unused_kv)
+
+    def _check_needs(self, selected: list[str], rounds: Sequence[Round]) -> None:
+        """UsageError for an edit that needs what the selected streams' contexts do not have."""
+        alike = {self._members[key].contexts: key for key in selected}
+        for it in rounds:
+            if isinstance(it, Modify):
+                for key in alike.values():
+                    check_needs(it.fn, self._members[key].stream.contexts)
 
     def _check_with_engines(
         self, selected: list[str], generates: Sequence[Prefill | Decode]

@@ -23,10 +23,11 @@ from lmcache_mp.engines.engine import (
 from lmcache_mp.errors import KVError, LMCacheStreamError, UsageError
 from lmcache_mp.kv.context import KVContext, PinningContext, check_salt
 from lmcache_mp.passes.checks import check_edit, expected_kv
-from lmcache_mp.passes.edit import edit_pass, kind_of, kv_context, retrieve_whole
+from lmcache_mp.passes.edit import edit_pass, retrieve_whole
 from lmcache_mp.passes.generate import generate_pass
 from lmcache_mp.passes.outcome import Outcome, PassLabel
 from lmcache_mp.passes.state import Edited, Generated, Ids, StreamState, ids_of
+from lmcache_mp.passes.view import check_needs, kind_of, kv_context
 
 __all__ = [
     "LMCacheStream",
@@ -292,13 +293,15 @@ class LMCacheStream:
         """Replace the stored KV by what ``fn(kv, tokens)`` returns: (new_kv, new_tokens[, info]).
 
         ``kv`` is [2, L, T, D] and may be edited in place; ``tokens`` are its T ids. Tokens past
-        the stored chunks become the suffix. ``timeout`` bounds the wait for the KV. A failed edit
-        changes nothing; the function's own error is raised.
+        the stored chunks become the suffix. A function with a third parameter ``stream`` gets a
+        :class:`~lmcache_mp.edits.view.StreamView`. ``timeout`` bounds the wait for
+        the KV. A failed edit changes nothing; the function's own error is raised.
         """
         self._refuse_in_batch("modify()")
         self._edit(fn, timeout, poll_interval)
 
     def _edit(self, fn: Callable[..., Any], timeout: float, poll_interval: float) -> None:
+        check_needs(fn, self.contexts)
         old_salt, was_edited = self._state.kv_salt, self._state.edits > 0
         outcome = edit_pass(
             self._state,
@@ -336,7 +339,8 @@ class LMCacheStream:
         self._in_batch = True
 
     def _label(self) -> PassLabel:
-        return PassLabel(self._id, nonce=self._id, key=self._id)
+        # The nonce alone makes its salts its own; random numbers are those of a batch's first.
+        return PassLabel(self._id, nonce=self._id, key="position:0", round=self._state.edits)
 
     def _refuse_in_batch(self, instead: str) -> None:
         if self._in_batch:

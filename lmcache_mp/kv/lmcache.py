@@ -126,7 +126,7 @@ class LMCacheContext:
         if config is None or config.rope is None:
             raise KVError(
                 f"the rotary embedding of {self.model_name!r} is not known: its config.json "
-                "is not on this machine or asks for a scaled one; pass connect(..., rope=...)"
+                "is not on this machine or does not say all of it; pass connect(..., rope=...)"
             )
         return config.rope
 

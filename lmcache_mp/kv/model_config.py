@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_mp.edits.rope import Rope
+from lmcache_mp.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """``latent`` says that KV is compressed (MLA); ``rope`` is None unless it is the plain one."""
+    """``latent`` says that KV is compressed (MLA); ``rope`` is None where it can't be read."""
 
     layers: int
     kv_heads: int
@@ -36,7 +37,7 @@ def read_model_config(model_name: str) -> ModelConfig | None:
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=head_dim,
         latent=bool(config.get("kv_lora_rank")),
-        rope=_rope(config, head_dim),
+        rope=_rope(config),
     )
 
 
@@ -55,11 +56,8 @@ def _find(model_name: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def _rope(config: Mapping[str, Any], head_dim: int) -> Rope | None:
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    theta = parameters.get("rope_theta", config.get("rope_theta"))
-    partial = float(parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)))
-    if kind != "default" or theta is None or partial != 1.0:
+def _rope(config: Mapping[str, Any]) -> Rope | None:
+    try:
+        return Rope.from_config(config)
+    except UsageError:  # an edit that needs it says so
         return None
-    return Rope(head_dim, float(theta))

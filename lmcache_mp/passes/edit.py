@@ -6,43 +6,34 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lmcache_mp import records
+from lmcache_mp.edits.view import takes_stream
 from lmcache_mp.errors import KVError
 from lmcache_mp.kv.context import KVContext, PinningContext, edit_salt
 from lmcache_mp.passes.checks import check_edit, describe, expected_kv
 from lmcache_mp.passes.outcome import Outcome, PassLabel
 from lmcache_mp.passes.state import Edited, Ids, StreamState
+from lmcache_mp.passes.view import kind_of, kv_context, stream_view
 
 
 class OverKinds:
     """An edit function of arrays by kind in place of the KV alone: LMCache's second generation.
 
-    ``fn({name("kv"): kv, name("query"): queries, ...}, tokens) -> (new_kv, new_tokens[, info])``.
+    ``fn({name("kv"): kv, name("query"): queries, ...}, tokens) -> (new_kv, new_tokens[, info])``,
+    with a third parameter ``stream`` where the function has one.
     """
 
     def __init__(self, fn: Callable[..., Any], name: Callable[[str], Any]) -> None:
         self.__wrapped__ = fn  # where errors look for the user's own function
         self._name = name
 
-    def __call__(self, arrays: Mapping[str, Any], tokens: list[int]) -> Any:
+    def __call__(self, arrays: Mapping[str, Any], tokens: list[int], **view: Any) -> Any:
         """What the user's function returns."""
         named = {self._name(kind): array for kind, array in arrays.items()}
-        return self.__wrapped__(named, tokens)
-
-
-def kind_of(context: KVContext) -> str:
-    """What a context holds: "kv" unless it says otherwise."""
-    return str(getattr(context, "kind", "kv"))
-
-
-def kv_context(contexts: Sequence[KVContext]) -> KVContext:
-    """The context that holds keys and values (others hold queries)."""
-    for context in contexts:
-        if kind_of(context) == "kv":
-            return context
-    raise KVError("none of the request's contexts holds KV (kind 'kv')")
+        return self.__wrapped__(named, tokens, **view)
 
 
 def edit_pass(
@@ -74,10 +65,14 @@ def edit_pass(
         given = kv
         if isinstance(fn, OverKinds):
             given = _by_kind(state, contexts, kv, marks[0] + timeout, poll_interval)
-        marks.append(time.perf_counter())
         before = int(kv.shape[2])
+        view = {}
+        if takes_stream(fn):
+            ask = partial(_of_kind, state, before, marks[0] + timeout, poll_interval)
+            view["stream"] = stream_view(state, contexts, label, ask)
+        marks.append(time.perf_counter())
         expected = expected_kv(kv)
-        result = fn(given, state.tokens[:before].tolist())
+        result = fn(given, state.tokens[:before].tolist(), **view)
         marks.append(time.perf_counter())
         new_kv, tokens, info = check_edit(result, expected, fn, context.chunk_size)
         after = len(tokens)
@@ -104,11 +99,16 @@ def _by_kind(
     covered = int(kv.shape[2])
     for context in contexts:
         if kind_of(context) not in arrays:
-            left = max(0.0, deadline - time.perf_counter())
-            arrays[kind_of(context)] = _retrieve_covering(
-                state.tokens[:covered], covered, state.kv_salt, context, left, poll
-            )
+            arrays[kind_of(context)] = _of_kind(state, covered, deadline, poll, context)
     return arrays
+
+
+def _of_kind(
+    state: StreamState, covered: int, deadline: float, poll: float, context: KVContext
+) -> Any:
+    """What another context has for the first ``covered`` tokens."""
+    left = max(0.0, deadline - time.perf_counter())
+    return _retrieve_covering(state.tokens[:covered], covered, state.kv_salt, context, left, poll)
 
 
 def retrieve_whole(

@@ -11,9 +11,9 @@ from lmcache_mp import records
 from lmcache_mp.engines.engine import PostCompletion, SamplingParams, TokenEvent
 from lmcache_mp.errors import EngineError, KVError
 from lmcache_mp.kv.context import KVContext
-from lmcache_mp.passes.edit import kv_context
 from lmcache_mp.passes.outcome import Outcome, PassLabel
 from lmcache_mp.passes.state import Generated, Ids, StreamState
+from lmcache_mp.passes.view import kv_context
 
 _ENDED_BADLY = ("abort", "error")
 

@@ -29,7 +29,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class PassLabel:
-    """Who runs a pass: goes into its record, its salt and its messages."""
+    """Who runs a pass: goes into its record, its salt, its random numbers and its messages."""
 
     stream_id: str
     stream: int = 0
@@ -37,6 +37,9 @@ class PassLabel:
     worker: int = -1
     nonce: str = ""
     key: str = ""
+    custom_id: str | None = None
+    seed: int = 0
+    round: int = 0
 
     def row_head(
         self, failed: bool, start: float, end: float, retried: int = 0

@@ -66,6 +66,7 @@ class Adopted:
     engine: int
     contexts: tuple[int, ...]
     sampling_params: bytes | None = None
+    custom_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +90,16 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Modify:
-    """Run one edit for each stream, one at a time; ``fn`` is the number of a user object."""
+    """Run one edit for each stream, one at a time; ``fn`` is the number of a user object.
+
+    ``seed`` and ``round`` are what, with the stream's key, seeds the edit's random numbers.
+    """
 
     fn: int
     timeout: float
     poll_interval: float
+    seed: int = 0
+    round: int = 0
 
 
 Work = Generate | Modify

@@ -22,10 +22,11 @@ import cloudpickle
 
 from lmcache_mp import records
 from lmcache_mp.kv.context import PinningContext
-from lmcache_mp.passes.edit import edit_pass, kv_context, retrieve_whole
+from lmcache_mp.passes.edit import edit_pass, retrieve_whole
 from lmcache_mp.passes.generate import PassGuard, generate_pass
 from lmcache_mp.passes.outcome import Outcome, PassLabel
 from lmcache_mp.passes.state import Edited, Generated, StreamState
+from lmcache_mp.passes.view import kv_context
 from lmcache_mp.pool.failures import pack
 from lmcache_mp.pool.messages import (
     Adopt,
@@ -273,6 +274,7 @@ class Worker:
     def _outcome_of_edit(self, edit: _Edit) -> Outcome:
         owned = edit.owned
         label = self._label(owned, edit.run.attempt)
+        label = replace(label, seed=edit.work.seed, round=edit.work.round)
         try:
             fn = self._objects.get(edit.work.fn)
             contexts = [self._objects.get(number) for number in owned.spec.contexts]
@@ -303,7 +305,13 @@ class Worker:
     def _label(self, owned: _Owned, attempt: int) -> PassLabel:
         spec = owned.spec
         return PassLabel(
-            spec.stream_id, spec.stream, attempt, self._index, nonce=spec.nonce, key=spec.key
+            spec.stream_id,
+            spec.stream,
+            attempt,
+            self._index,
+            nonce=spec.nonce,
+            key=spec.key,
+            custom_id=spec.custom_id,
         )
 
     def _finish(self, run: Run, owned: _Owned, outcome: Outcome) -> None:

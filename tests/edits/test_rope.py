@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,11 +76,42 @@ def test_shapes_that_do_not_fit_are_refused(
         rerotate(np.zeros(shape, np.float32), old, new, ROPE)
 
 
-@pytest.mark.parametrize("fields", [(7, 10.0), (0, 10.0), (8, 0.0), (8, -1.0)])
-def test_an_impossible_rope_is_refused(fields: tuple[int, float]) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        (7, 10.0),
+        (0, 10.0),
+        (8, 0.0),
+        (8, -1.0),
+        (8, 10.0, 3),
+        (8, 10.0, 10),
+        (8, 10.0, None, False, (1.0,)),
+    ],
+)
+def test_an_impossible_rope_is_refused(fields: tuple[Any, ...]) -> None:
     with pytest.raises(UsageError):
         Rope(*fields)
 
 
-def test_its_repr_can_be_pasted_and_it_pickles() -> None:
-    assert eval(repr(ROPE)) == ROPE == pickle.loads(pickle.dumps(ROPE))
+@pytest.mark.parametrize("rope", [ROPE, Rope(8, 1e4, 4, True), Rope(4, 1e4, frequencies=(1, 0.1))])
+def test_its_repr_can_be_pasted_and_it_pickles(rope: Rope) -> None:
+    assert eval(repr(rope)) == rope == pickle.loads(pickle.dumps(rope))
+    assert hash(rope) == hash(pickle.loads(pickle.dumps(rope)))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("width", [4, 8])
+def test_pairs_and_the_part_that_turns(interleaved: bool, width: int) -> None:
+    """One key of ones at position 3, moved to 1: by the formula, pair by pair."""
+    rope = Rope(8, 100.0, width, interleaved)
+    keys = np.arange(1, 17, dtype=np.float32).reshape(1, 1, 16)
+    moved = rerotate(keys, [3], [1], rope).reshape(2, 8)
+    for head, row in zip(keys.reshape(2, 8), moved, strict=True):
+        expected = head.astype(np.float64)
+        for i in range(width // 2):
+            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + width // 2)
+            angle = -2 * 100.0 ** (-2 * i / width)
+            c, s = np.cos(angle), np.sin(angle)
+            expected[a], expected[b] = head[a] * c - head[b] * s, head[b] * c + head[a] * s
+        np.testing.assert_allclose(row, expected, rtol=1e-5)
+        np.testing.assert_array_equal(row[width:], head[width:])

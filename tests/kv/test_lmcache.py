@@ -218,7 +218,10 @@ BASE = {"num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 512}
             (4, 8, 64, False, Rope(64, 5e5)),
         ),
         ({"rope_theta": 1e4, "rope_scaling": {"type": "yarn"}}, (4, 8, 64, False, None)),
-        ({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, (4, 8, 64, False, None)),
+        (
+            {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            (4, 8, 64, False, Rope(64, 1e4, rotary_dim=32)),
+        ),
         ({"kv_lora_rank": 512}, (4, 8, 64, True, None)),
     ],
 )

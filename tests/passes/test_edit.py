@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from lmcache_mp import records
 from lmcache_mp.errors import KVError
-from lmcache_mp.passes.edit import edit_pass, kv_context, retrieve_whole
+from lmcache_mp.passes.edit import edit_pass, retrieve_whole
 from lmcache_mp.passes.outcome import Outcome, PassLabel
 from lmcache_mp.passes.state import Edited, StreamState, ids_of
+from lmcache_mp.passes.view import kv_context
 from tests.helpers import CHUNK, MemoryKV, kv_of
 
 LABEL = PassLabel("s", stream=7, attempt=2, worker=3, nonce="n", key="k")
