@@ -1,6 +1,7 @@
-# Each target sets up what it needs, in .venv, and nothing that it does not need. Three have an
+# Each target sets up what it needs, in .venv, and nothing that it does not need. Four have an
 # environment of their own: `oracle` needs torch (.venv-oracle), `faults-peers` needs other pools
-# (.venv-peers), `test-real` needs vLLM and LMCache (.venv-real).
+# (.venv-peers), `test-real` needs vLLM and LMCache (.venv-real), `bench` needs LMCache's SDK, other
+# pools and transformers (.venv-bench).
 # Wanted on the machine: make, bash, and Python 3.10 or newer with venv and pip.
 
 PYTHON ?= python3
@@ -19,11 +20,12 @@ PIP  := $(BIN)/python -m pip install -q --disable-pip-version-check
 ORACLE_VENV := .venv-oracle
 PEERS_VENV  := .venv-peers
 REAL_VENV   := .venv-real
+BENCH_VENV  := .venv-bench
 PEERS_PIP   := $(PEERS_VENV)/bin/python -m pip install -q --disable-pip-version-check
 ORACLE_PIP  := $(ORACLE_VENV)/bin/python -m pip install -q --disable-pip-version-check
 SHELL := /bin/bash -o pipefail
 
-.PHONY: run test test-slow test-real lint faults faults-peers soak oracle weights clean
+.PHONY: run test test-slow test-real lint faults faults-peers soak bench bench-quick oracle weights clean
 
 ## run: the example, token dropping with a small embedded model
 run: $(VENV)/with-local weights
@@ -64,6 +66,17 @@ faults-peers: $(PEERS_VENV)/ready
 soak: $(VENV)/with-local
 	@$(BIN)/python -m tests.soak $(SOAK)
 
+## bench: ours beside what a user would take instead, in turns (BENCH="--only start" for some; takes
+## half an hour); the figures go to benchmarks/results.json
+bench:
+	@benchmarks/setup.sh $(PYTHON) $(BENCH_VENV) $(MODEL)
+	@$(BENCH_VENV)/bin/python benchmarks $(BENCH)
+
+## bench-quick: the same with smaller sizes, in two minutes
+bench-quick:
+	@benchmarks/setup.sh $(PYTHON) $(BENCH_VENV) $(MODEL)
+	@$(BENCH_VENV)/bin/python benchmarks --quick --results $(BENCH_VENV)/results.json $(BENCH)
+
 ## lint: style, types, and the one way that imports point
 lint: $(VENV)/with-lint
 	@failed=; \
@@ -86,7 +99,7 @@ oracle: $(ORACLE_VENV)/ready
 weights: $(VENV)/with-weights
 
 clean:
-	rm -rf $(VENV) $(ORACLE_VENV) $(PEERS_VENV) $(REAL_VENV) build dist *.egg-info .coverage .coverage.* .hypothesis
+	rm -rf $(VENV) $(ORACLE_VENV) $(PEERS_VENV) $(REAL_VENV) $(BENCH_VENV) build dist *.egg-info .coverage .coverage.* .hypothesis
 	rm -rf .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
