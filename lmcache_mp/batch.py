@@ -196,8 +196,8 @@ class LMCacheBatchedStream:
 
         ``kv`` is [2, L, T, D], private and writable; ``tokens`` are its T ids. A function with a
         third parameter ``stream`` gets a :class:`~lmcache_mp.edits.view.StreamView`; ready edits
-        are in :mod:`lmcache_mp.edits`. ``timeout`` seconds
-        bound the wait for a stream's KV to be there. One edit at a time runs in a worker.
+        are in :mod:`lmcache_mp.edits`. ``timeout`` seconds bound the wait for a stream's KV to be
+        there. One edit at a time runs in a worker.
         """
         check_format(fmt)
         check_width(width)
