@@ -1,4 +1,4 @@
-"""All benchmarks, or those named, each in a process of its own: see docs/performance.md.
+"""All benchmarks, or those named, each in a process of its own.
 
 python benchmarks [--quick] [--only edits_bound,start] [options of the benchmarks]
 """
@@ -13,17 +13,13 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 
-#: In the order of docs/performance.md.
 BENCHMARKS = (
     "edits_bound",
     "edits_parallel",
-    "paced_streams",
-    "full_speed",
     "dispatch",
     "start",
     "aggregation",
     "closures",
-    "embedded",
 )
 
 #: Exit code of a benchmark that can't run here; it has said why.
